@@ -1,0 +1,1 @@
+"""One machine: tokens in, tokens out. Knows nothing of Ray, HTTP or other machines."""
