@@ -1,0 +1,80 @@
+"""One step's work and one step's result: the only thing scheduler and model runner say to each other.
+
+Owns: frozen descriptions. Must not know: how rows are chosen (scheduler) or computed (mlx_backend).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from engine.errors import EngineError
+from engine.request import SamplingParams, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """Copy one whole block of every layer before the step runs (copy-on-write of a shared partial block)."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRow:
+    """What one request computes in one step: positions ``[start, start + num_tokens)``.
+
+    ``token_ids`` and ``block_ids`` are the request's own growing lists, lent read-only for the time of ``launch``:
+    copying 128 block tables a step would cost more than scheduling does. ``block_ids[p // block_size]`` holds position p.
+    With a step in flight the last computed token may not be known to the host yet: then ``token_ids`` is exactly one
+    shorter than ``start + num_tokens`` and the runner takes the token that it sampled last for this request.
+    ``samples`` is True when the row's last position is the request's newest token, so that its logits choose the next
+    one; ``output_index`` is that next token's index in the answer (it drives the row's random stream).
+    """
+
+    request_id: str
+    slot: int
+    start: int
+    num_tokens: int
+    token_ids: Sequence[int]
+    block_ids: Sequence[int]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    seed: int
+    samples: bool
+    output_index: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """Rows of one forward pass: decode rows (one token each) first, then prefill chunks."""
+
+    step_index: int
+    rows: tuple[BatchRow, ...]
+    block_copies: tuple[BlockCopy, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed in this step."""
+        return sum(row.num_tokens for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """The token chosen for one sampling row."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """Result of a step: a token for every row with ``samples`` (or a failure), and how long the step took.
+
+    ``failures`` concern single rows; the other rows' results are right.
+    """
+
+    step_index: int
+    tokens: Mapping[str, SampledToken]
+    elapsed_s: float
+    failures: Mapping[str, EngineError] = field(default_factory=dict)

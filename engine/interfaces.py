@@ -1,0 +1,106 @@
+"""The seams between the engine's parts, as Protocols, and the facts that cross them.
+
+Owns: what a model runner must offer (MLX, simulator and fake are three implementations) and the status records.
+Must not know: any implementation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from engine.batch import StepBatch, StepOutput
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What the rest of the engine needs to know of a loaded model.
+
+    ``kv_bytes_per_token`` counts K and V of all layers. ``weights_bytes`` is measured after loading.
+    ``disclosures`` are sentences that stay in the status (kernel off, parity unchecked, slow BLAS).
+    """
+
+    name: str
+    revision: str
+    architecture: str
+    vocab_size: int
+    max_model_len: int
+    num_layers: int
+    kv_bytes_per_token: int
+    weights_bytes: int
+    eos_token_ids: tuple[int, ...]
+    device: str
+    compute_dtype: str
+    disclosures: tuple[str, ...] = ()
+
+
+class PendingStep(Protocol):
+    """A launched step."""
+
+    def result(self) -> StepOutput:
+        """Wait for the step and return its tokens. Raises what the step raised."""
+        ...
+
+
+class ModelRunner(Protocol):
+    """Computes steps. Used from one thread only: the one that built it."""
+
+    @property
+    def facts(self) -> ModelFacts:
+        """Facts of the loaded model."""
+        ...
+
+    @property
+    def max_steps_in_flight(self) -> int:
+        """How many steps may be launched before the first result is read: 1 = none overlaps."""
+        ...
+
+    def launch(self, batch: StepBatch) -> PendingStep:
+        """Start one step."""
+        ...
+
+    def release(self, request_ids: Sequence[str]) -> None:
+        """Forget what is held for requests that finished or were preempted."""
+        ...
+
+    def close(self) -> None:
+        """Free pools and weights. The runner is unusable afterwards."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    """A moment of the scheduler. Blocks: total = free + cached + held."""
+
+    slots: int
+    num_running: int
+    num_waiting: int
+    num_waiting_tokens: int
+    peak_running: int
+    num_blocks_total: int
+    num_blocks_free: int
+    num_blocks_cached: int
+    num_steps: int
+    num_preemptions: int
+    num_prompt_tokens: int
+    num_cached_prompt_tokens: int
+    num_output_tokens: int
+    num_finished: int
+    num_refused: int
+    num_cancelled: int
+    num_failed: int
+    predicted_wait_s: float | None = None
+    waiting_on: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """What a replica discloses of its engine; unknown is None."""
+
+    state: str
+    model: ModelFacts
+    slots_asked: str
+    scheduler: SchedulerStats
+    memory: Mapping[str, float | int | str | None] = field(default_factory=dict)
+    heartbeat_age_s: float | None = None

@@ -1,0 +1,122 @@
+"""What a caller asks of the engine, and what comes back for it.
+
+Owns: the frozen values that cross the engine's border (``EngineRequest`` in, ``TokenOutput`` out) and the mutable
+``Request`` that the scheduler keeps in between. Must not know: text, HTTP, MLX. Only the scheduler mutates a ``Request``.
+
+All times are seconds of the machine's monotonic clock, passed in by the caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from engine.errors import EngineError
+
+
+class FinishReason(StrEnum):
+    """Why a request ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+class WaitReason(StrEnum):
+    """What a waiting request waits for."""
+
+    SLOTS = "slots"
+    BLOCKS = "blocks"
+    STATE = "state"
+    HEADROOM = "headroom"
+    PREFILL_TURN = "prefill_turn"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen. Validated where requests enter; a neutral value means off.
+
+    ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1, ``min_p`` 0 and penalties 1 / 0 / 0 are off.
+    ``seed`` None means that the engine draws one at admission. ``num_logprobs`` None means no logprobs,
+    0 the sampled token's only, n the n likeliest besides.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int | None = None
+    num_logprobs: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    @property
+    def greedy(self) -> bool:
+        """Whether no random number is drawn."""
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """One sequence to generate, as the engine core receives it.
+
+    ``fork_of`` names an earlier request with the same prompt whose blocks this one shares (``n > 1``).
+    ``cache_salt`` separates prefix caches: requests share blocks only under equal salts.
+    ``priority``: lower runs first. ``deadline_s`` None means no deadline.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    received_s: float
+    priority: int = 0
+    user: str = ""
+    cache_salt: str = ""
+    deadline_s: float | None = None
+    fork_of: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """When a request passed each mark, and what it waited for. None = mark not reached."""
+
+    received_s: float
+    admitted_s: float | None = None
+    prefill_started_s: float | None = None
+    first_token_s: float | None = None
+    finished_s: float | None = None
+    num_preemptions: int = 0
+    waited_s: Mapping[WaitReason, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probability of a sampled token and of the likeliest ones, natural log, likeliest first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOutput:
+    """New tokens of one request; the last one of a request carries ``finish_reason`` and ``timeline``.
+
+    ``error`` is set if and only if ``finish_reason`` is ERROR.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    error: EngineError | None = None
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    timeline: Timeline | None = None
