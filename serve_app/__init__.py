@@ -1,1 +1,1 @@
-"""Many machines: Ray Serve, HTTP, routing, planning and the command. Everything about tokens is the engine's."""
+"""Many machines: Ray Serve, HTTP, routing, planning and the command. Tokens are the engine's business."""

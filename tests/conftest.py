@@ -1,0 +1,55 @@
+"""What holds for every test: the tier from the folder, the environment, hypothesis' profile."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import sys
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+# Read when MLX, Ray or a hub client is first imported, so set before any test module is.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # two spinning BLAS threads on two busy cores are slower
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+TESTS = Path(__file__).parent
+TIERS = ("unit", "mlx", "serve", "gpu", "metal")
+
+# No deadline: a test must not depend on the speed of the machine. On CI every run draws the same examples.
+hypothesis.settings.register_profile("local", deadline=None)
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+def _tier(path: Path) -> str:
+    folder = path.relative_to(TESTS).parts[0]
+    return folder if folder in TIERS else "unit"
+
+
+def _has_cuda() -> bool:
+    """Answered without importing MLX, which must not be loaded before the BLAS that stands in for its own."""
+    installed = {dist.name for dist in importlib.metadata.distributions()}
+    return bool(installed & {"mlx-cuda-12", "mlx-cuda-13"}) and Path("/dev/nvidiactl").exists()
+
+
+def _missing_device(tier: str) -> str | None:
+    if tier == "gpu" and not _has_cuda():
+        return "needs an NVIDIA GPU and MLX's CUDA build"
+    if tier == "metal" and (sys.platform, platform.machine()) != ("darwin", "arm64"):
+        return "needs a Mac with Apple silicon"
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark each test with its tier, skip tiers whose device is missing, run the quick tiers first."""
+    for item in items:
+        tier = _tier(item.path)
+        item.add_marker(tier)
+        if reason := _missing_device(tier):
+            item.add_marker(pytest.mark.skip(reason=reason))
+    items.sort(key=lambda item: TIERS.index(_tier(item.path)))
