@@ -41,7 +41,7 @@ $(STAMP): pyproject.toml constraints.txt
 	    fi; \
 	    echo "setup: making $(VENV) with $$("$$python" --version) ($$(command -v "$$python"))"; \
 	    "$$python" -m venv --clear $(VENV) || { \
-	        echo "setup: this Python cannot make virtual environments (Debian: apt install python3-venv)." >&2; exit 1; }; \
+	        echo "setup: no virtual environment, for the reason above (Debian: apt install python3-venv)." >&2; exit 1; }; \
 	fi; \
 	quiet=--quiet; if [ -t 1 ]; then quiet=; fi; \
 	echo "setup: installing packages (about 1.1 GB on disk) and the demo model"; \

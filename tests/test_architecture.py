@@ -1,7 +1,7 @@
 """The rules that keep the code readable, checked: sizes, words, names, docstrings and who may import whom.
 
-Every rule lists its offenders as ``file:line what``. An exemption is one entry in the tables below, with the reason
-beside it; an entry that no longer exempts anything fails too.
+Every rule lists its offenders as ``file:line what``. An exemption is one entry in the tables below, with its
+reason; an entry that no longer exempts anything fails too.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ PURE_ROOMS = (
 )
 IMPURE_PACKAGES = ("mlx", "mlx_lm", "ray", "asyncio", "threading", "time")
 FLEET_PACKAGES = ("ray", "fastapi", "starlette", "uvicorn")
+UNIT_TIER = ("tests.unit", "tests.fakes", "tests.builders")
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -77,8 +78,8 @@ def qualified(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.ClassD
 
 
 def require_none(offenders: Iterable[str], rule: str) -> None:
-    found = list(offenders)
-    assert not found, rule + "\n  " + "\n  ".join(found)
+    if found := sorted(offenders):
+        pytest.fail(rule + "\n  " + "\n  ".join(found), pytrace=False)
 
 
 def require_exempted(offenders: dict[str, str], exemptions: dict[str, str], rule: str) -> None:
@@ -172,7 +173,7 @@ def module_name(path: Path) -> str:
 
 @cache
 def modules() -> dict[str, Path]:
-    return {module_name(path): path for path in python_files(*PACKAGES)}
+    return {module_name(path): path for path in python_files(*PACKAGES, "tests")}
 
 
 def inside(module: str, rooms: Iterable[str]) -> bool:
@@ -223,7 +224,8 @@ def loaded_by(module: str) -> dict[str, str]:
 
 
 def test_import_contracts() -> None:
-    assert lint_imports(config_filename=str(ROOT / "pyproject.toml"), no_cache=True, no_logo=True) == 0
+    code = lint_imports(config_filename=str(ROOT / "pyproject.toml"), no_cache=True, no_logo=True)
+    assert code == 0, "see the report above"
 
 
 @pytest.mark.parametrize(
@@ -248,7 +250,7 @@ def test_only_its_own_rooms_import_mlx() -> None:
     offenders = [
         f"{module} imports {name}"
         for module in modules()
-        if not inside(module, MLX_ROOMS)
+        if inside(module, PACKAGES) and not inside(module, MLX_ROOMS)
         for name in imports(module, at_start_only=False)
         if inside(name, MLX_PACKAGES)
     ]
@@ -259,8 +261,19 @@ def test_processes_that_run_no_engine_start_without_mlx() -> None:
     offenders = [
         f"importing {module} loads {name} through {source}"
         for module in modules()
-        if not inside(module, MLX_ROOMS)
+        if inside(module, PACKAGES) and not inside(module, MLX_ROOMS)
         for name, source in loaded_by(module).items()
         if inside(name, MLX_PACKAGES)
     ]
     require_none(offenders, "import the engine's MLX rooms where they are used, not at the top")
+
+
+def test_unit_tests_need_neither_mlx_nor_ray() -> None:
+    offenders = {
+        f"{module} needs {name}"
+        for module in modules()
+        if inside(module, UNIT_TIER)
+        for name in {*loaded_by(module), *imports(module, at_start_only=False)}
+        if inside(name, (*MLX_PACKAGES, "ray"))
+    }
+    require_none(offenders, "move it to tests/mlx or tests/serve")
