@@ -25,7 +25,8 @@ class BatchRow:
     """What one request computes in one step: positions ``[start, start + num_tokens)``.
 
     ``token_ids`` and ``block_ids`` are the request's own growing lists, lent read-only for the time of ``launch``:
-    copying 128 block tables a step would cost more than scheduling does. ``block_ids[p // block_size]`` holds position p.
+    copying 128 block tables a step would cost more than scheduling does. Position p lies in
+    ``block_ids[p // block_size]``.
     With a step in flight the last computed token may not be known to the host yet: then ``token_ids`` is exactly one
     shorter than ``start + num_tokens`` and the runner takes the token that it sampled last for this request.
     ``samples`` is True when the row's last position is the request's newest token, so that its logits choose the next

@@ -1,6 +1,7 @@
 """The engine's configuration: keys, ranges, defaults, and errors that name the closest key.
 
-Owns: validation of what a person writes in YAML or on the command line. Must not know: how memory or slots are resolved.
+Owns: validation of what a person writes in YAML or on the command line. Must not know: how memory or slots are
+resolved.
 """
 
 from __future__ import annotations

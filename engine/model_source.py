@@ -84,7 +84,9 @@ def _from_hub(name: str) -> ModelSource:
     from huggingface_hub import snapshot_download
 
     try:
-        folder = Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]))
+        folder = Path(
+            snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"])
+        )
     except Exception as error:
         raise ModelNotFoundError(
             f"{name!r} is not on this machine and could not be fetched from the hub: {type(error).__name__}.",
