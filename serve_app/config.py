@@ -1,0 +1,171 @@
+"""The app's configuration: which models are served, where, and with which limits.
+
+Owns: validation of ``configs/apps/*.yaml`` and the names that follow from it. Must not know: Ray, HTTP, or how an engine
+is built; the engine's own keys are ``engine.config``'s.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from engine.config import (
+    MAX_SLOTS,
+    EngineConfig,
+    describe_validation_error,
+    load_engine_config,
+    parse_bytes,
+    read_engine_config,
+    read_yaml_mapping,
+)
+from engine.errors import ConfigError
+
+APP_NAME = "metalslots"
+INGRESS_NAME = "Ingress"
+# Requests let through to the engine although it will refuse them: its refusal carries a predicted wait, Ray's does not.
+REFUSAL_HEADROOM = 64
+
+ByteCount = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class ModelConfig(_Section):
+    """One served model: the name that clients send, other names for it, its engine, and how many Macs serve it."""
+
+    name: str = Field(min_length=1)
+    aliases: tuple[str, ...] = ()
+    engine: EngineConfig
+    replicas: int = Field(default=1, ge=1)
+
+    @property
+    def deployment_name(self) -> str:
+        """Name of the Serve deployment that serves this model."""
+        slug = re.sub(r"[^A-Za-z0-9_.-]", "-", self.name)
+        # Two names may have one slug.
+        return f"MetalReplica-{slug}" if slug == self.name else f"MetalReplica-{slug}-{_short_hash(self.name)}"
+
+    @property
+    def max_ongoing_requests(self) -> int:
+        """Calls that one replica takes at once: its slots, its engine's waiting queue, and some that it refuses."""
+        slots = self.engine.slots if isinstance(self.engine.slots, int) else MAX_SLOTS
+        return slots + self.engine.max_waiting_requests + REFUSAL_HEADROOM
+
+
+class IngressConfig(_Section):
+    """The HTTP side. ``keep_alive_s``: silence after which a waiting stream gets a comment line."""
+
+    replicas: int = Field(default=1, ge=1)
+    num_cpus: float = Field(default=0.25, ge=0)
+    max_ongoing_requests: int = Field(default=1000, ge=1)
+    keep_alive_s: float = Field(default=10.0, gt=0)
+    status_timeout_s: float = Field(default=2.0, gt=0)
+
+
+class ReplicaConfig(_Section):
+    """The replicas' side of Ray Serve.
+
+    ``engine_runs`` "thread" is for tests. ``flush_interval_ms``: tokens that come within it travel in one message; each
+    message costs about a millisecond of CPU over the two hops. ``shutdown_grace_s``: how long running answers may take
+    when a replica is to stop; killing a process that holds wired Metal memory can strand that memory until reboot.
+    """
+
+    engine_runs: Literal["process", "thread"] = "process"
+    flush_interval_ms: float = Field(default=30.0, ge=0)
+    max_queued_requests: int = Field(default=256, ge=1)
+    health_check_period_s: float = Field(default=2.0, gt=0)
+    health_check_timeout_s: float = Field(default=5.0, gt=0)
+    shutdown_grace_s: float = Field(default=120.0, ge=0)
+    max_start_attempts: int = Field(default=3, ge=1)
+
+
+class LimitsConfig(_Section):
+    """What one request may ask: the size of its body, and the time until its last token."""
+
+    max_body_bytes: ByteCount = 8 * 2**20
+    request_timeout_s: float = Field(default=600.0, gt=0)
+
+
+class AppConfig(_Section):
+    """Everything that is deployed together. Unknown keys are refused with the closest known one."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=8000, ge=1, le=65535)
+    models: tuple[ModelConfig, ...] = Field(default=(), min_length=1)
+    ingress: IngressConfig = IngressConfig()
+    replica: ReplicaConfig = ReplicaConfig()
+    limits: LimitsConfig = LimitsConfig()
+
+    @property
+    def engines(self) -> tuple[EngineConfig, ...]:
+        """The engine configurations, in the order of the models."""
+        return tuple(model.engine for model in self.models)
+
+
+def load_app_config(values: Mapping[str, Any], folder: Path = Path()) -> AppConfig:
+    """Validate ``values``; file names of engines are relative to ``folder``.
+
+    Without ``models`` the demo model is served. Raises ConfigError naming the key, the given value and the closest
+    known key.
+    """
+    entries = values.get("models", [{}])
+    if not isinstance(entries, list | tuple):
+        raise ConfigError(f"`models` is {entries!r}.", "write a list, one entry for each model")
+    models = tuple(_load_model(entry, f"models.{index}", folder) for index, entry in enumerate(entries))
+    _require_distinct_names(models)
+    try:
+        return AppConfig.model_validate({**values, "models": models})
+    except ValidationError as error:
+        raise describe_validation_error(error, AppConfig) from error
+
+
+def read_app_config(path: Path) -> AppConfig:
+    """Read a YAML file. Raises ConfigError when it is missing, not a mapping, or wrong."""
+    return load_app_config(read_yaml_mapping(path), path.parent)
+
+
+def _load_model(entry: object, where: str, folder: Path) -> ModelConfig:
+    if not isinstance(entry, Mapping):
+        raise ConfigError(f"`{where}` is {entry!r}.", "write keys and values: name, engine, replicas")
+    engine = _load_engine(entry.get("engine", {}), where, folder)
+    values = {"name": _default_name(engine.model), **entry, "engine": engine}
+    if isinstance(values.get("aliases"), list):
+        values["aliases"] = tuple(values["aliases"])
+    try:
+        return ModelConfig.model_validate(values)
+    except ValidationError as error:
+        found = describe_validation_error(error, ModelConfig)
+        raise ConfigError(f"In `{where}`: {found.message}", found.fix) from error
+
+
+def _load_engine(value: object, where: str, folder: Path) -> EngineConfig:
+    if isinstance(value, str):
+        return read_engine_config(folder / value)
+    if isinstance(value, Mapping):
+        return load_engine_config(value)
+    raise ConfigError(f"`{where}.engine` is {value!r}.", "write the engine's keys, or the name of a file with them")
+
+
+def _default_name(model: str) -> str:
+    path = Path(model).expanduser()
+    return path.stem if path.is_absolute() or path.suffix == ".gguf" or model.startswith(".") else model
+
+
+def _require_distinct_names(models: tuple[ModelConfig, ...]) -> None:
+    seen: set[str] = set()
+    for model in models:
+        for name in (model.name, *model.aliases):
+            if name in seen:
+                raise ConfigError(f"Two models are called `{name}`.", "give one of them another `name`")
+            seen.add(name)
+
+
+def _short_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:6]
