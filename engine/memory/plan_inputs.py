@@ -1,0 +1,177 @@
+"""What a memory plan is made from: the machine, the model's bytes, the wishes, and the limit they give the engine.
+
+Owns: ``PlanInputs``, and how much of the machine the engine may use. Must not know: how slots and blocks are chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from engine.config import EngineConfig
+from engine.memory.slots import SlotsAsked, blocks_per_sequence
+
+GIB = 2**30
+MIB = 2**20
+
+# Free memory kept for what the person's other programs will want next, beyond what they hold at start.
+MIN_HEADROOM_BYTES = 2 * GIB
+MAX_HEADROOM_BYTES = 16 * GIB
+HEADROOM_SHARE = 8
+# An idle macOS desktop, when the machine itself cannot be asked.
+UNKNOWN_FOREIGN_BYTES = 4 * GIB
+# Rows of float32 over the vocabulary that sampling holds per slot: logits, scaled and biased logits, sort keys and
+# indices, probabilities, their running sum, noise.
+SAMPLER_ROWS = 8
+_FLOAT32_BYTES = 4
+
+Source = Literal["measured", "computed", "configured", "unknown"]
+
+
+@dataclass(frozen=True, slots=True)
+class MachineMemory:
+    """The machine's memory at one moment; None is unknown.
+
+    ``available_bytes``: what programs can still get without swapping. ``own_bytes``: this process at that moment.
+    ``working_set_bytes``: what the GPU may hold at once (Metal's recommended maximum). ``max_buffer_bytes``: the
+    longest single GPU buffer.
+    """
+
+    total_bytes: int
+    available_bytes: int | None = None
+    own_bytes: int | None = None
+    working_set_bytes: int | None = None
+    max_buffer_bytes: int | None = None
+
+    @property
+    def foreign_bytes(self) -> int | None:
+        """What other programs and the system hold."""
+        if self.available_bytes is None or self.own_bytes is None:
+            return None
+        return max(0, self.total_bytes - self.available_bytes - self.own_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelBytes:
+    """What one model takes, measured after loading or computed from its files; ``sources`` tells which, by term.
+
+    ``weights_bytes``: as held, not as on disk. ``kv_bytes_per_token``: K and V of all layers.
+    ``buffer_bytes_per_token``: what a token takes in the largest single buffer that the pool consists of, 0 where that
+    does not matter. ``state_bytes_per_slot``: recurrent state. ``activation_bytes``: the highest extra use during a
+    step of the largest chunk at full context. ``runtime_bytes``: interpreter and libraries, before weights.
+    ``cache_limit_bytes``: freed buffers that MLX may keep.
+    """
+
+    weights_bytes: int
+    kv_bytes_per_token: int
+    vocab_size: int
+    state_bytes_per_slot: int = 0
+    buffer_bytes_per_token: int = 0
+    activation_bytes: int = 0
+    runtime_bytes: int = 0
+    cache_limit_bytes: int = 0
+    sources: Mapping[str, Source] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanInputs:
+    """Everything a plan depends on.
+
+    ``budget_bytes`` and ``headroom_bytes``: None is "auto". ``tokens_per_s_at``: measured total decode speed by slot
+    count, empty when nothing is measured.
+    """
+
+    machine: MachineMemory
+    model: ModelBytes
+    max_model_len: int
+    block_size: int = 16
+    slots_asked: SlotsAsked = "auto"
+    prefix_cache: bool = True
+    overcommit: Literal["warn", "refuse"] = "warn"
+    budget_bytes: int | None = None
+    headroom_bytes: int | None = None
+    tokens_per_s_at: Mapping[int, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        config: EngineConfig,
+        machine: MachineMemory,
+        model: ModelBytes,
+        max_model_len: int,
+        tokens_per_s_at: Mapping[int, float] | None = None,
+    ) -> PlanInputs:
+        """Join a configuration with what is known of machine and model; ``max_model_len`` is the resolved one."""
+        budget, headroom = config.memory.budget, config.memory.headroom
+        return cls(
+            machine=machine,
+            model=model,
+            max_model_len=max_model_len,
+            block_size=config.block_size,
+            slots_asked=config.slots,
+            prefix_cache=config.prefix_cache != "off",
+            overcommit=config.overcommit,
+            budget_bytes=None if budget == "auto" else budget,
+            headroom_bytes=None if headroom == "auto" else headroom,
+            tokens_per_s_at=tokens_per_s_at or {},
+        )
+
+    @property
+    def num_blocks_per_sequence(self) -> int:
+        """Blocks of one full-length sequence."""
+        return blocks_per_sequence(self.max_model_len, self.block_size)
+
+    @property
+    def block_bytes(self) -> int:
+        """One KV block of all layers."""
+        return max(1, self.model.kv_bytes_per_token) * self.block_size
+
+    @property
+    def fixed_bytes(self) -> int:
+        """What the engine holds whatever the number of slots."""
+        model = self.model
+        return model.runtime_bytes + model.weights_bytes + model.activation_bytes + model.cache_limit_bytes
+
+    def state_bytes(self, slots: int) -> int:
+        """Recurrent state of ``slots`` slots and of a spare one that padded rows write to."""
+        return self.model.state_bytes_per_slot * (slots + 1)
+
+    def sampler_bytes(self, slots: int) -> int:
+        """Scratch of ``slots`` sampled rows."""
+        return self.model.vocab_size * SAMPLER_ROWS * _FLOAT32_BYTES * slots
+
+    def num_blocks_that_fit(self, slots: int) -> int:
+        """Blocks that memory allows beside ``slots`` slots; zero or less when nothing is left."""
+        left = self.limit_bytes - self.fixed_bytes - self.state_bytes(slots) - self.sampler_bytes(slots)
+        num_blocks = left // self.block_bytes
+        buffer_bytes = self.model.buffer_bytes_per_token * self.block_size
+        if self.machine.max_buffer_bytes is not None and buffer_bytes > 0:
+            num_blocks = min(num_blocks, self.machine.max_buffer_bytes // buffer_bytes)
+        return num_blocks
+
+    @property
+    def applied_headroom_bytes(self) -> int:
+        """The headroom that counts: as configured; none beside a configured budget; else a share of the machine."""
+        if self.headroom_bytes is not None:
+            return self.headroom_bytes
+        if self.budget_bytes is not None:
+            return 0
+        headroom = min(max(self.machine.total_bytes // HEADROOM_SHARE, MIN_HEADROOM_BYTES), MAX_HEADROOM_BYTES)
+        return headroom + (UNKNOWN_FOREIGN_BYTES if self.machine.foreign_bytes is None else 0)
+
+    @property
+    def machine_limit_bytes(self) -> int:
+        """The most that the machine can give: what others leave, and what the GPU may hold."""
+        limit = self.machine.total_bytes - (self.machine.foreign_bytes or 0) - self.applied_headroom_bytes
+        if self.machine.working_set_bytes is not None:
+            # The working set bounds GPU buffers; interpreter and libraries live outside it.
+            limit = min(limit, self.machine.working_set_bytes + self.model.runtime_bytes)
+        return max(0, limit)
+
+    @property
+    def limit_bytes(self) -> int:
+        """What the engine may use in all."""
+        if self.budget_bytes is None:
+            return self.machine_limit_bytes
+        return min(self.budget_bytes, self.machine_limit_bytes)
