@@ -1,0 +1,128 @@
+"""What travels between those who ask (ingress, Python client) and a replica.
+
+Owns: the frozen messages of one generation and a replica's status. Must not know: HTTP, OpenAI's names, or how a replica
+is found. Everything here is small and quick to pickle: a message crosses two process borders on its way to a client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.interfaces import EngineStatus
+from engine.request import SamplingParams
+
+Prompt = str | tuple[int, ...]
+ChatMessage = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateCall:
+    """One client request. Either ``messages`` (a chat) or ``prompts`` (texts or token ids) is given.
+
+    Every prompt is answered ``n`` times; answer i of prompt p is choice ``p * n + i``. ``messages`` are plain values as
+    the model's chat template takes them. ``max_tokens`` None means up to the context's end, and stands above
+    ``sampling.max_tokens``. ``timeout_s`` is relative because two machines' clocks differ. ``session_key`` names the
+    conversation for the router; ``client_request_id`` is the client's own name for the request, for logs only:
+    ``request_id`` is ours and unique.
+    """
+
+    request_id: str
+    model: str
+    messages: tuple[ChatMessage, ...] = ()
+    prompts: tuple[Prompt, ...] = ()
+    sampling: SamplingParams = SamplingParams()
+    max_tokens: int | None = None
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    echo: bool = False
+    user: str = ""
+    priority: int = 0
+    session_key: str = ""
+    timeout_s: float | None = None
+    client_request_id: str = ""
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts to answer: a chat is one."""
+        return 1 if self.messages else len(self.prompts)
+
+    @property
+    def num_choices(self) -> int:
+        """Answers in all."""
+        return self.num_prompts * self.n
+
+
+@dataclass(frozen=True, slots=True)
+class TokenText:
+    """One token as a reader sees it: its text (U+FFFD where its bytes are no whole characters) and its bytes."""
+
+    text: str
+    raw: bytes
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobEntry:
+    """The chosen token and the likeliest ones besides, likeliest first."""
+
+    chosen: TokenText
+    top: tuple[TokenText, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceDelta:
+    """What came for one choice since the last message. ``finish_reason`` ("stop" or "length") is set exactly once.
+
+    ``stop_reason`` is the stop string or token id that ended the answer, None for an end-of-text token.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[LogprobEntry, ...] = ()
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of the whole call. A prompt answered n times counts once."""
+
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Where the time went, in seconds since the replica received the call. None = mark not reached."""
+
+    queued_s: float | None = None
+    first_token_s: float | None = None
+    total_s: float | None = None
+    num_preemptions: int = 0
+    waited_s: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Deltas:
+    """One message of an answer: new text of one or more choices. The last message, and only it, has ``usage``."""
+
+    choices: tuple[ChoiceDelta, ...]
+    usage: Usage | None = None
+    timings: Timings | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaStatus:
+    """What one replica says of itself. ``engine`` None: not known."""
+
+    replica_id: str
+    node_id: str
+    host: str
+    model: str
+    healthy: bool
+    num_open_calls: int
+    engine: EngineStatus | None = None
