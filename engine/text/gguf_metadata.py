@@ -1,6 +1,6 @@
-"""Reads the key-value section at the head of a GGUF file.
+"""Reads the head of a GGUF file: its key-value section and the list of its tensors.
 
-Owns: that one section of the format. Must not know: tensors, and what any key means.
+Owns: that part of the format. Must not know: tensor contents, and what any key means.
 
 The ``gguf`` package's reader makes a NumPy view of every single array element, which takes seconds for a vocabulary;
 ``mx.load`` would bring MLX into processes that run no model. Format: github.com/ggml-org/ggml/blob/master/docs/gguf.md.
@@ -8,8 +8,12 @@ The ``gguf`` package's reader makes a NumPy view of every single array element, 
 
 from __future__ import annotations
 
+import math
 import mmap
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +27,41 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _LENGTH = struct.Struct("<Q")
 
 
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """One tensor's entry: name, dimensions (fastest first) and the number of its value type in ggml."""
+
+    name: str
+    dimensions: tuple[int, ...]
+    type_number: int
+
+    @property
+    def num_values(self) -> int:
+        """How many values it holds."""
+        return math.prod(self.dimensions)
+
+
 def read_gguf_metadata(path: Path) -> dict[str, Any]:
     """Return all keys: numbers, booleans, strings, and lists of these.
 
     Raises UnsupportedModelError when the file is no little-endian GGUF of version 2 or 3, or is cut short.
     """
+    with _section(path) as section:
+        return section.read()
+
+
+def read_gguf_tensors(path: Path) -> list[GgufTensor]:
+    """Return the entries of all tensors. Raises UnsupportedModelError as ``read_gguf_metadata`` does."""
+    with _section(path) as section:
+        section.read()
+        return section.tensors()
+
+
+@contextmanager
+def _section(path: Path) -> Iterator[_Section]:
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as buffer:
-            return _Section(buffer).read()
+            yield _Section(buffer)
     except (OSError, ValueError, struct.error) as error:
         raise UnsupportedModelError(
             f"{path} cannot be read as GGUF: {error}.", "fetch the file again, or use the model's mlx-lm folder"
@@ -43,6 +74,7 @@ class _Section:
     def __init__(self, buffer: mmap.mmap) -> None:
         self._buffer = buffer
         self._position = 0
+        self._num_tensors = 0
 
     def read(self) -> dict[str, Any]:
         if self._take(4) != _MAGIC:
@@ -50,8 +82,19 @@ class _Section:
         version = self._number("I")
         if version not in _VERSIONS:
             raise ValueError(f"its version field is {version}, not one of {_VERSIONS}")
-        self._number("Q")  # tensors
+        self._num_tensors = self._number("Q")
         return dict(self._pair() for _ in range(self._number("Q")))
+
+    def tensors(self) -> list[GgufTensor]:
+        """The list that follows the keys; call ``read`` first."""
+        return [self._tensor() for _ in range(self._num_tensors)]
+
+    def _tensor(self) -> GgufTensor:
+        name = self._string()
+        dimensions = tuple(self._number("Q") for _ in range(self._number("I")))
+        type_number = self._number("I")
+        self._number("Q")  # offset of its contents
+        return GgufTensor(name, dimensions, type_number)
 
     def _pair(self) -> tuple[str, Any]:
         key = self._string()
@@ -82,6 +125,7 @@ class _Section:
             strings.append(buffer[position : position + length].decode())
             position += length
         self._position = position
+        self._take(0)  # slices beyond the end are short, not an error
         return strings
 
     def _string(self) -> str:
