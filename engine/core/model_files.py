@@ -1,0 +1,122 @@
+"""Reads what a model's files say of it, without reading weights.
+
+Owns: config.json, the safetensors index and headers, the head of a GGUF file. Must not know: what the numbers are for.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.errors import ModelNotFoundError, UnsupportedModelError
+from engine.memory.preflight import Weights
+from engine.model_source import ModelSource
+from engine.text.gguf_metadata import read_gguf_metadata, read_gguf_tensors
+
+INDEX_FILE = "model.safetensors.index.json"
+# Parts of a checkpoint that mlx-lm's language models leave out.
+_LEFT_OUT = ("vision_tower", "visual", "multi_modal_projector", "model.visual", "model.vision_tower", "mtp.")
+_LENGTH = struct.Struct("<Q")
+# Bits per value once MLX holds the tensor, by ggml's type number: F32, F16, Q4_0, Q4_1, Q8_0, BF16. The quantised ones
+# carry a half-precision scale and bias for each 32 values. MLX turns every other type into half precision.
+_GGUF_BITS = {0: 32, 1: 16, 2: 5, 3: 5, 8: 9, 30: 16}
+_GGUF_OTHER_BITS = 16
+_GGUF_KEYS = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "max_position_embeddings": "context_length",
+    "vocab_size": "vocab_size",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """A model's configuration with Hugging Face's keys, and its weights."""
+
+    config: Mapping[str, Any]
+    weights: Weights
+
+
+def read_model_files(source: ModelSource) -> ModelFiles:
+    """Read configuration and headers. Raises ModelNotFoundError or UnsupportedModelError with the file at fault."""
+    if source.kind == "gguf":
+        return ModelFiles(_gguf_config(source.path), _gguf_weights(source.path))
+    config = _read_json(source.path / "config.json")
+    group_size = int((config.get("quantization") or {}).get("group_size", 64))
+    files = sorted(source.path.glob("*.safetensors"))
+    if files:
+        return ModelFiles(config, _safetensors_weights(files, group_size))
+    return ModelFiles(config, _indexed_weights(source.path / INDEX_FILE))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelNotFoundError(f"{path} cannot be read: {error.strerror}.", "fetch the model again") from error
+    except ValueError as error:
+        raise UnsupportedModelError(f"{path} is not valid JSON: {error}.", "fetch the model again") from error
+    if not isinstance(values, dict):
+        raise UnsupportedModelError(f"{path} holds no JSON object.", "fetch the model again")
+    return values
+
+
+def _indexed_weights(path: Path) -> Weights:
+    if not path.exists():
+        raise ModelNotFoundError(f"{path.parent} has neither weights nor {INDEX_FILE}.", "fetch the model's index")
+    metadata = _read_json(path).get("metadata", {})
+    packed_bytes = int(metadata.get("total_size", 0))
+    if packed_bytes <= 0:
+        raise UnsupportedModelError(f"{path} does not say how large the weights are.", "fetch the weights")
+    return Weights(packed_bytes, int(metadata.get("total_parameters") or packed_bytes // 2))
+
+
+def _safetensors_weights(files: list[Path], group_size: int) -> Weights:
+    entries = {name: entry for path in files for name, entry in _safetensors_entries(path)}
+    packed_bytes = num_values = 0
+    for name, entry in entries.items():
+        start, end = entry["data_offsets"]
+        packed_bytes += end - start
+        stem, _, part = name.rpartition(".")
+        scales = entries.get(f"{stem}.scales")
+        if scales is None:
+            num_values += math.prod(entry["shape"])
+        elif part == "weight":
+            num_values += math.prod(scales["shape"]) * group_size
+    return Weights(packed_bytes, num_values)
+
+
+def _safetensors_entries(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    try:
+        with path.open("rb") as stream:
+            (length,) = _LENGTH.unpack(stream.read(_LENGTH.size))
+            header = json.loads(stream.read(length))
+    except (OSError, ValueError, struct.error) as error:
+        raise UnsupportedModelError(f"{path} is no safetensors file: {error}.", "fetch the file again") from error
+    for name, entry in header.items():
+        if name != "__metadata__" and not name.startswith(_LEFT_OUT):
+            yield name, entry
+
+
+def _gguf_config(path: Path) -> dict[str, Any]:
+    metadata = read_gguf_metadata(path)
+    architecture = metadata.get("general.architecture", "")
+    config = {key: metadata.get(f"{architecture}.{name}") for key, name in _GGUF_KEYS.items()}
+    if config["vocab_size"] is None:
+        config["vocab_size"] = len(metadata.get("tokenizer.ggml.tokens", ()))
+    return {"model_type": architecture} | {key: value for key, value in config.items() if value is not None}
+
+
+def _gguf_weights(path: Path) -> Weights:
+    tensors = read_gguf_tensors(path)
+    packed_bits = sum(tensor.num_values * _GGUF_BITS.get(tensor.type_number, _GGUF_OTHER_BITS) for tensor in tensors)
+    return Weights(packed_bits // 8, sum(tensor.num_values for tensor in tensors))

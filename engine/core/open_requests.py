@@ -1,0 +1,126 @@
+"""The requests that callers wait for, and what each of them has received so far.
+
+Owns: the book from sequence ids to open requests, and each request's queue of deltas. Must not know: the engine's
+state, how messages travel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+
+from engine.core.generation import GenerationDelta, GenerationRequest
+from engine.core.output_processor import AnswerProcessor
+from engine.errors import EngineError
+from engine.request import EngineRequest, TokenOutput
+from engine.text.tokenizer import Tokenizer
+
+
+class OpenRequest:
+    """One client request with its ``n`` answers, from submission to its last delta or its error."""
+
+    def __init__(self, request: GenerationRequest, tokenizer: Tokenizer) -> None:
+        self.request = request
+        self.sequences = _sequences(request)
+        self.answers = {
+            sequence.request_id: AnswerProcessor(request, index, tokenizer)
+            for index, sequence in enumerate(self.sequences)
+        }
+        self.has_tokens = False
+        self.num_submissions = 0
+        self.ended = False
+        self._queue: asyncio.Queue[GenerationDelta | EngineError] = asyncio.Queue()
+
+    @property
+    def unfinished_ids(self) -> tuple[str, ...]:
+        """Sequences that the engine may still be computing."""
+        return tuple(sequence_id for sequence_id, answer in self.answers.items() if not answer.finished)
+
+    def take(self, output: TokenOutput, now_s: float) -> bool:
+        """Add ``output`` to its answer; True when a stop string ended that answer before the engine did."""
+        answer = self.answers[output.request_id]
+        if answer.finished:
+            return False
+        delta = answer.process(output, now_s)
+        self.has_tokens = self.has_tokens or bool(output.token_ids)
+        self._queue.put_nowait(delta)
+        self.ended = not self.unfinished_ids
+        return answer.finished and output.finish_reason is None
+
+    def fail(self, error: EngineError) -> None:
+        """End the request with ``error``."""
+        if not self.ended:
+            self.ended = True
+            self._queue.put_nowait(error)
+
+    async def next_delta(self) -> GenerationDelta:
+        """The next delta. Raises the error that ended the request."""
+        item = await self._queue.get()
+        if isinstance(item, EngineError):
+            raise item
+        return item
+
+
+class OpenRequests:
+    """All open requests, by their own id and by their sequences' ids."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[str, OpenRequest] = {}
+        self._by_sequence: dict[str, OpenRequest] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __iter__(self) -> Iterator[OpenRequest]:
+        return iter(tuple(self._by_id.values()))
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._by_id
+
+    def get(self, request_id: str) -> OpenRequest | None:
+        """The open request ``request_id``."""
+        return self._by_id.get(request_id)
+
+    def of_sequence(self, sequence_id: str) -> OpenRequest | None:
+        """The open request that ``sequence_id`` is an answer of."""
+        return self._by_sequence.get(sequence_id)
+
+    def add(self, opened: OpenRequest) -> None:
+        """Enter a request."""
+        self._by_id[opened.request.request_id] = opened
+        self._by_sequence.update(dict.fromkeys(opened.answers, opened))
+
+    def remove(self, opened: OpenRequest) -> bool:
+        """Strike a request out; False when it was not in the book."""
+        if self._by_id.get(opened.request.request_id) is not opened:
+            return False
+        del self._by_id[opened.request.request_id]
+        for sequence_id in opened.answers:
+            del self._by_sequence[sequence_id]
+        return True
+
+
+def _sequences(request: GenerationRequest) -> tuple[EngineRequest, ...]:
+    first_id = request.request_id if request.n == 1 else f"{request.request_id}/0"
+    first = EngineRequest(
+        request_id=first_id,
+        prompt_token_ids=request.prompt_token_ids,
+        sampling=request.sampling,
+        received_s=request.received_s,
+        priority=request.priority,
+        user=request.user,
+        cache_salt=request.cache_salt,
+        deadline_s=request.deadline_s,
+    )
+    seed = request.sampling.seed
+    others = (
+        replace(
+            first,
+            request_id=f"{request.request_id}/{index}",
+            fork_of=first_id,
+            sampling=request.sampling if seed is None else replace(request.sampling, seed=seed + index),
+        )
+        for index in range(1, request.n)
+    )
+    return (first, *others)
