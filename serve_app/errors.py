@@ -89,6 +89,10 @@ class NoReplicaError(ServeAppError):
     """No replica of the model can answer now."""
 
 
+class ReplicaLostError(ServeAppError):
+    """The replica that was answering is gone, or stopped before the answer was complete."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Row:
     status: int
@@ -97,7 +101,7 @@ class _Row:
     retry_after_s: float | None = None
 
 
-# "class name within engine.errors or this module, or a full dotted name": how it is shown
+# Full dotted class name: how it is shown.
 TABLE: dict[str, _Row] = {
     # The request is wrong.
     "engine.errors.RequestError": _Row(400, INVALID_REQUEST, None),
@@ -117,6 +121,9 @@ TABLE: dict[str, _Row] = {
     "serve_app.errors.NoReplicaError": _Row(503, SERVER_ERROR, "no_replica", 5.0),
     "ray.serve.exceptions.DeploymentUnavailableError": _Row(503, SERVER_ERROR, "no_replica", 5.0),
     "ray.serve.exceptions.ReplicaUnavailableError": _Row(503, SERVER_ERROR, "replica_lost", 1.0),
+    "serve_app.errors.ReplicaLostError": _Row(503, SERVER_ERROR, "replica_lost", 1.0),
+    # Between two replicas Serve speaks gRPC and passes on most of its errors as they are.
+    "grpc.RpcError": _Row(503, SERVER_ERROR, "replica_lost", 1.0),
     "ray.exceptions.RayActorError": _Row(503, SERVER_ERROR, "replica_lost", 1.0),
     "ray.exceptions.NodeDiedError": _Row(503, SERVER_ERROR, "replica_lost", 1.0),
     "engine.errors.EngineDeadError": _Row(503, SERVER_ERROR, "engine_dead", 5.0),

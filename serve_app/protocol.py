@@ -1,7 +1,7 @@
 """What travels between those who ask (ingress, Python client) and a replica.
 
-Owns: the frozen messages of one generation and a replica's status. Must not know: HTTP, OpenAI's names, or how a replica
-is found. Everything here is small and quick to pickle: a message crosses two process borders on its way to a client.
+Owns: the frozen messages of one generation and a replica's status. Must not know: HTTP, OpenAI's names, or how a
+replica is found. Everything here is small and quick to pickle: a message crosses two process borders on its way.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class GenerateCall:
     model: str
     messages: tuple[ChatMessage, ...] = ()
     prompts: tuple[Prompt, ...] = ()
-    sampling: SamplingParams = SamplingParams()
+    sampling: SamplingParams = field(default_factory=SamplingParams)
     max_tokens: int | None = None
     n: int = 1
     stop: tuple[str, ...] = ()
@@ -117,12 +117,12 @@ class Deltas:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStatus:
-    """What one replica says of itself. ``engine`` None: not known."""
+    """What one replica says of itself. ``ready``: a request would be computed now. ``engine`` None: not known."""
 
     replica_id: str
     node_id: str
     host: str
     model: str
-    healthy: bool
+    ready: bool
     num_open_calls: int
     engine: EngineStatus | None = None

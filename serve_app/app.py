@@ -1,0 +1,80 @@
+"""Joins everything into one Ray Serve application.
+
+Owns: what is deployed, with which options. Must not know: how Ray is started or ended.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray import serve
+from ray.serve.config import BackpressureConfig, HTTPOptions, ProxyLocation
+from ray.serve.handle import DeploymentHandle
+from ray.serve.schema import LoggingConfig
+
+from serve_app.config import APP_NAME, INGRESS_NAME, AppConfig, IngressConfig, ModelConfig, ReplicaConfig
+from serve_app.ingress.deployment import Ingress
+from serve_app.replica.deployment import MetalReplica
+
+# A refusal by Ray's router, which does not know the engine's wait, says this.
+ROUTER_RETRY_AFTER_S = 5.0
+# How often a replica that is to stop looks whether it is idle.
+SHUTDOWN_POLL_S = 0.5
+
+
+def run_app(config: AppConfig) -> DeploymentHandle[Any]:
+    """Deploy on the Ray that this process is connected to; returns the ingress's handle when the app runs.
+
+    Raises RuntimeError with Serve's words when a deployment cannot be started.
+    """
+    serve.start(
+        proxy_location=ProxyLocation.EveryNode,
+        http_options=HTTPOptions(host=config.host, port=config.port),
+        logging_config=_logging(),
+    )
+    handle: DeploymentHandle[Any] = serve.run(
+        build_app(config), name=APP_NAME, route_prefix="/", logging_config=_logging()
+    )
+    return handle
+
+
+def build_app(config: AppConfig) -> serve.Application:
+    """Return the application: one deployment of replicas for each model, and the ingress in front of them."""
+    replicas = {model.name: _replica(model, config.replica) for model in config.models}
+    application: serve.Application = _ingress(config.ingress).bind(config, replicas)
+    return application
+
+
+def _replica(model: ModelConfig, config: ReplicaConfig) -> serve.Application:
+    deployment: Any = serve.deployment(
+        name=model.deployment_name,
+        num_replicas=model.replicas,
+        # Every Mac offers one `metal`: so exactly one replica on each. The engine's threads are not Ray's business.
+        ray_actor_options={"num_cpus": 0, "resources": {"metal": 1}},
+        max_ongoing_requests=model.max_ongoing_requests,
+        max_queued_requests=config.max_queued_requests,
+        backpressure_config=BackpressureConfig(status_code=429, retry_after_s=ROUTER_RETRY_AFTER_S),
+        health_check_period_s=config.health_check_period_s,
+        health_check_timeout_s=config.health_check_timeout_s,
+        graceful_shutdown_timeout_s=config.shutdown_grace_s,
+        graceful_shutdown_wait_loop_s=SHUTDOWN_POLL_S,
+        max_constructor_retry_count=config.max_start_attempts,
+    )(MetalReplica)
+    application: serve.Application = deployment.bind(model, config)
+    return application
+
+
+def _ingress(config: IngressConfig) -> Any:
+    return serve.deployment(
+        name=INGRESS_NAME,
+        num_replicas=config.replicas,
+        max_replicas_per_node=1,
+        ray_actor_options={"num_cpus": config.num_cpus},
+        max_ongoing_requests=config.max_ongoing_requests,
+        graceful_shutdown_wait_loop_s=SHUTDOWN_POLL_S,
+    )(Ingress)
+
+
+def _logging() -> LoggingConfig:
+    # A line for every request would cost more than routing it does.
+    return LoggingConfig(log_level="WARNING", enable_access_log=False)

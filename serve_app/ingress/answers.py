@@ -1,0 +1,199 @@
+"""Writes a replica's deltas as OpenAI's answers: whole objects and chunks.
+
+Owns: the shapes, the order of chunks, ids, indexes and finish reasons. Must not know: HTTP, or where deltas come from.
+Times come in as arguments.
+
+    role chunk per choice -> content chunks -> finish chunk per choice -> usage chunk when asked
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from serve_app.protocol import ChoiceDelta, Deltas, LogprobEntry, TokenText, Usage
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerHead:
+    """What every chunk of one answer repeats."""
+
+    id: str
+    model: str
+    created_unix_s: int
+    include_usage: bool = False
+
+
+class AnswerShape(Protocol):
+    """How one endpoint writes its answers."""
+
+    def chunks(self, deltas: Deltas) -> Iterator[Json]:
+        """Yield the chunks for one message, in order."""
+        ...
+
+    def whole(self, messages: Sequence[Deltas]) -> Json:
+        """Return the answer object for all messages of a call."""
+        ...
+
+
+@dataclass(slots=True)
+class _Choice:
+    """One choice, put together from its deltas."""
+
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[LogprobEntry] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    def add(self, delta: ChoiceDelta) -> None:
+        self.texts.append(delta.text)
+        self.logprobs.extend(delta.logprobs)
+        self.finish_reason = delta.finish_reason or self.finish_reason
+
+
+def gather(messages: Sequence[Deltas]) -> tuple[dict[int, _Choice], Usage]:
+    """Put the messages of a finished call together: choices by index, and the usage of the last message."""
+    choices: dict[int, _Choice] = {}
+    for message in messages:
+        for delta in message.choices:
+            choices.setdefault(delta.index, _Choice()).add(delta)
+    usage = messages[-1].usage if messages else None
+    return dict(sorted(choices.items())), usage or Usage()
+
+
+class ChatShape:
+    """``chat.completion`` and ``chat.completion.chunk``."""
+
+    def __init__(self, head: AnswerHead, logprobs: bool = False) -> None:
+        self._head = head
+        self._logprobs = logprobs
+        self._started: set[int] = set()
+
+    def chunks(self, deltas: Deltas) -> Iterator[Json]:
+        """Yield the chunks for one message, in order."""
+        for delta in deltas.choices:
+            if delta.index not in self._started:
+                self._started.add(delta.index)
+                yield self._chunk(delta.index, {"role": "assistant", "content": ""})
+            if delta.text or delta.logprobs:
+                yield self._chunk(delta.index, {"content": delta.text}, delta.logprobs)
+            if delta.finish_reason is not None:
+                yield self._chunk(delta.index, {}, finish_reason=delta.finish_reason)
+        if deltas.usage is not None and self._head.include_usage:
+            yield _frame(self._head, "chat.completion.chunk", [], deltas.usage)
+
+    def whole(self, messages: Sequence[Deltas]) -> Json:
+        """Return the answer object for all messages of a call."""
+        choices, usage = gather(messages)
+        written = [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": choice.text, "refusal": None},
+                "logprobs": self._write_logprobs(choice.logprobs),
+                "finish_reason": choice.finish_reason,
+            }
+            for index, choice in choices.items()
+        ]
+        return _frame(self._head, "chat.completion", written) | {"usage": write_usage(usage)}
+
+    def _chunk(
+        self, index: int, delta: Json, logprobs: Sequence[LogprobEntry] = (), finish_reason: str | None = None
+    ) -> Json:
+        written = self._write_logprobs(logprobs) if logprobs else None
+        choice = {"index": index, "delta": delta, "logprobs": written, "finish_reason": finish_reason}
+        return _frame(self._head, "chat.completion.chunk", [choice])
+
+    def _write_logprobs(self, entries: Sequence[LogprobEntry]) -> Json | None:
+        if not self._logprobs:
+            return None
+        content = [_token(entry.chosen) | {"top_logprobs": [_token(top) for top in entry.top]} for entry in entries]
+        return {"content": content, "refusal": None}
+
+
+class CompletionShape:
+    """``text_completion``, whole and as chunks."""
+
+    def __init__(self, head: AnswerHead, logprobs: bool = False) -> None:
+        self._head = head
+        self._logprobs = logprobs
+        self._num_characters: dict[int, int] = {}
+
+    def chunks(self, deltas: Deltas) -> Iterator[Json]:
+        """Yield the chunks for one message, in order."""
+        for delta in deltas.choices:
+            if delta.text or delta.logprobs or delta.finish_reason is not None:
+                yield self._chunk(delta)
+        if deltas.usage is not None and self._head.include_usage:
+            yield _frame(self._head, "text_completion", [], deltas.usage)
+
+    def whole(self, messages: Sequence[Deltas]) -> Json:
+        """Return the answer object for all messages of a call."""
+        choices, usage = gather(messages)
+        written = [
+            {
+                "index": index,
+                "text": choice.text,
+                "logprobs": self._write_logprobs(choice.logprobs, 0),
+                "finish_reason": choice.finish_reason,
+            }
+            for index, choice in choices.items()
+        ]
+        return _frame(self._head, "text_completion", written) | {"usage": write_usage(usage)}
+
+    def _chunk(self, delta: ChoiceDelta) -> Json:
+        start = self._num_characters.get(delta.index, 0)
+        self._num_characters[delta.index] = start + sum(len(entry.chosen.text) for entry in delta.logprobs)
+        choice = {
+            "index": delta.index,
+            "text": delta.text,
+            "logprobs": self._write_logprobs(delta.logprobs, start) if delta.logprobs else None,
+            "finish_reason": delta.finish_reason,
+        }
+        return _frame(self._head, "text_completion", [choice])
+
+    def _write_logprobs(self, entries: Sequence[LogprobEntry], start: int) -> Json | None:
+        if not self._logprobs:
+            return None
+        offsets = []
+        for entry in entries:
+            offsets.append(start)
+            start += len(entry.chosen.text)
+        return {
+            "tokens": [entry.chosen.text for entry in entries],
+            "token_logprobs": [entry.chosen.logprob for entry in entries],
+            "top_logprobs": [{top.text: top.logprob for top in entry.top} for entry in entries],
+            "text_offset": offsets,
+        }
+
+
+def write_usage(usage: Usage) -> Json:
+    """OpenAI's token counts."""
+    return {
+        "prompt_tokens": usage.num_prompt_tokens,
+        "completion_tokens": usage.num_output_tokens,
+        "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
+    }
+
+
+def _frame(head: AnswerHead, kind: str, choices: list[Json], usage: Usage | None = None) -> Json:
+    frame: Json = {
+        "id": head.id,
+        "object": kind,
+        "created": head.created_unix_s,
+        "model": head.model,
+        "choices": choices,
+    }
+    if head.include_usage:
+        frame["usage"] = write_usage(usage) if usage is not None else None
+    return frame
+
+
+def _token(token: TokenText) -> Json:
+    return {"token": token.text, "logprob": token.logprob, "bytes": list(token.raw)}

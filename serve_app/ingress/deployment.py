@@ -1,0 +1,39 @@
+"""Ingress: the Ray Serve deployment that speaks HTTP, one on every machine.
+
+Owns: joining the HTTP application to the handles of the replicas. Must not know: MLX, models' files.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from ray import serve
+from starlette.types import ASGIApp
+
+from serve_app.config import AppConfig
+from serve_app.ingress.fleet import ServedModel, ServeFleet
+from serve_app.ingress.http_app import HttpSettings, build_http_app
+
+
+@serve.ingress()
+class Ingress:
+    """Holds no state between requests but its handles."""
+
+    def __init__(self, config: AppConfig, handles: Mapping[str, Any]) -> None:
+        """``handles``: by model name."""
+        self._config = config
+        now_unix_s = int(time.time())
+        models = [ServedModel(model.name, now_unix_s, model.aliases) for model in config.models]
+        self._fleet = ServeFleet(models, handles, config.ingress.status_timeout_s)
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        limits = self._config.limits
+        settings = HttpSettings(limits.max_body_bytes, limits.request_timeout_s, self._config.ingress.keep_alive_s)
+        # Serve puts plain-text error handlers of its own into an application that has a place for them; this has none.
+        return build_http_app(self._fleet, settings)
+
+    def deployments(self) -> dict[str, str]:
+        """Return the deployment of each model by name and alias, for callers that come by handle and not by HTTP."""
+        return {name: model.deployment_name for model in self._config.models for name in (model.name, *model.aliases)}

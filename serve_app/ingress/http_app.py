@@ -1,0 +1,172 @@
+"""The HTTP application: addresses, and errors in OpenAI's shape for all of them.
+
+Owns: routes and what each takes from headers. Must not know: Ray. Bodies are checked by FastAPI against openai_types.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from engine.errors import EngineError
+from serve_app import errors
+from serve_app.ingress.answers import AnswerHead, AnswerShape, ChatShape, CompletionShape
+from serve_app.ingress.body_limit import BodyLimit
+from serve_app.ingress.fleet import Fleet, ServedModel, find_model
+from serve_app.ingress.openai_types import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from serve_app.ingress.primed import ResponseLimits, StreamedResponse, WholeResponse, error_response
+from serve_app.ingress.translate import CallContext, chat_call, completion_call
+from serve_app.ingress.validation import explain
+from serve_app.protocol import GenerateCall
+
+MAX_HEADER_CHARACTERS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class HttpSettings:
+    """What the HTTP side needs of the configuration."""
+
+    max_body_bytes: int
+    request_timeout_s: float
+    keep_alive_s: float
+
+
+class ErrorObject(BaseModel):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """The body of every error."""
+
+    error: ErrorObject
+
+
+def build_http_app(fleet: Fleet, settings: HttpSettings) -> ASGIApp:
+    """Return the application."""
+    app = FastAPI(
+        title="metalslots",
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        responses={"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}},
+    )
+    _add_error_handlers(app)
+    _add_generation(app, fleet, settings)
+    _add_models(app, fleet)
+    _add_status(app, fleet)
+    return BodyLimit(app, settings.max_body_bytes)
+
+
+def _add_generation(app: FastAPI, fleet: Fleet, settings: HttpSettings) -> None:
+    limits = ResponseLimits(settings.request_timeout_s, settings.keep_alive_s)
+
+    def respond(body: GenerationRequest, call: GenerateCall, shape: AnswerShape) -> Response:
+        kind = StreamedResponse if body.stream else WholeResponse
+        return kind(partial(fleet.open, call), shape, limits)
+
+    def context(request: Request, prefix: str, model: str) -> CallContext:
+        return CallContext(
+            request_id=f"{prefix}-{uuid.uuid4().hex}",
+            model=find_model(fleet, model).name,
+            timeout_s=settings.request_timeout_s,
+            session_key=_header(request, "x-session-id"),
+            client_request_id=_header(request, "x-request-id"),
+        )
+
+    @app.post("/v1/chat/completions", response_class=Response)
+    async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
+        call = chat_call(body, context(request, "chatcmpl", body.model))
+        return respond(body, call, ChatShape(_head(body, call), bool(body.logprobs)))
+
+    @app.post("/v1/completions", response_class=Response)
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        call = completion_call(body, context(request, "cmpl", body.model))
+        return respond(body, call, CompletionShape(_head(body, call), body.logprobs is not None))
+
+
+def _add_models(app: FastAPI, fleet: Fleet) -> None:
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [_model_object(model) for model in fleet.models]}
+
+    # A path, not a segment: names of models from a hub have a slash.
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        return _model_object(find_model(fleet, name))
+
+
+def _add_status(app: FastAPI, fleet: Fleet) -> None:
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        """200 when at least one replica would compute a request now."""
+        num_ready = {model.name: 0 for model in fleet.models}
+        for replica in await fleet.statuses():
+            num_ready[replica.model] += replica.ready
+        usable = any(num_ready.values())
+        content = {"status": "ok" if usable else "unavailable", "ready_replicas": num_ready}
+        return JSONResponse(content, 200 if usable else 503, None if usable else {"Retry-After": "5"})
+
+    @app.get("/status")
+    async def status() -> dict[str, Any]:
+        """Everything that every replica says of itself; null is unknown."""
+        return {
+            "models": [{"name": model.name, "aliases": list(model.aliases)} for model in fleet.models],
+            "replicas": [asdict(replica) for replica in await fleet.statuses()],
+        }
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    async def show(_: Request, error: Exception) -> Response:
+        return error_response(error)
+
+    async def show_findings(_: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return error_response(explain(error.errors()))
+
+    async def show_http_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return error_response(_of_http(request, error), error.headers)
+
+    for kind in (errors.ServeAppError, EngineError, Exception):
+        app.add_exception_handler(kind, show)
+    app.add_exception_handler(RequestValidationError, show_findings)
+    app.add_exception_handler(HTTPException, show_http_error)
+
+
+def _of_http(request: Request, error: HTTPException) -> Exception:
+    match error.status_code:
+        case 404:
+            return errors.RouteUnknownError(f"There is nothing at {request.method} {request.url.path}.")
+        case 405:
+            return errors.MethodNotAllowedError(f"{request.url.path} does not answer to {request.method}.")
+        case _:
+            return errors.MalformedRequestError("The body cannot be read as JSON in UTF-8.")
+
+
+def _head(body: GenerationRequest, call: GenerateCall) -> AnswerHead:
+    include_usage = bool(body.stream) and body.include_usage
+    return AnswerHead(call.request_id, call.model, int(time.time()), include_usage)
+
+
+def _model_object(model: ServedModel) -> dict[str, Any]:
+    return {"id": model.name, "object": "model", "created": model.since_unix_s, "owned_by": "metalslots"}
+
+
+def _header(request: Request, name: str) -> str:
+    return request.headers.get(name, "")[:MAX_HEADER_CHARACTERS]

@@ -1,0 +1,176 @@
+"""The response that begins only when a replica has said something.
+
+Owns: when the status line goes out, keep-alive comments, the time limit, errors before and after the first byte, and
+the end of the call when the client leaves. Must not know: what is in an answer (answers.py), which replica gives it.
+
+A status line sent before the first message could only ever say 200. And a call that is made inside the response and
+left through ``async with`` ends with it, however it ends; handing a call's generator to a framework's streaming
+response lost up to a third of the early disconnects, and a slot with each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from serve_app.errors import ErrorAnswer, RequestTimeoutError, answer_for
+from serve_app.ingress import sse
+from serve_app.ingress.answers import AnswerShape
+from serve_app.ingress.fleet import CallStream
+from serve_app.protocol import Deltas, Timings
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseLimits:
+    """``timeout_s``: until the last byte. ``keep_alive_s``: silence after which a stream gets a comment line."""
+
+    timeout_s: float
+    keep_alive_s: float
+
+
+class PrimedResponse(Response, ABC):
+    """Base: opens the call, writes its answer, and cancels it when the client leaves."""
+
+    def __init__(self, open_call: Callable[[], CallStream], shape: AnswerShape, limits: ResponseLimits) -> None:
+        super().__init__()
+        self._open_call = open_call
+        self._shape = shape
+        self._limits = limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, until the answer is complete or the client has left."""
+        answering = asyncio.create_task(self._answer(_Sender(send)))
+        leaving = asyncio.create_task(_client_left(receive))
+        try:
+            await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            answering.cancel()
+            leaving.cancel()
+            await asyncio.gather(answering, leaving, return_exceptions=True)
+
+    @abstractmethod
+    async def write(self, messages: AsyncIterator[Deltas], sender: _Sender) -> None:
+        """Send the answer."""
+
+    async def _answer(self, sender: _Sender) -> None:
+        try:
+            async with asyncio.timeout(self._limits.timeout_s), self._open_call() as messages:
+                await self.write(messages, sender)
+        except TimeoutError:
+            await _fail(sender, answer_for(RequestTimeoutError(self._limits.timeout_s)))
+        except Exception as error:
+            answer = answer_for(error)
+            if answer.status == 500:
+                logger.exception("a request failed")
+            await _fail(sender, answer)
+
+
+class StreamedResponse(PrimedResponse):
+    """The answer as server-sent events."""
+
+    async def write(self, messages: AsyncIterator[Deltas], sender: _Sender) -> None:
+        """Send each message's chunks together, and a comment where nothing came for long."""
+        async with aclosing(with_silences(messages, self._limits.keep_alive_s)) as arriving:
+            async for message in arriving:
+                await sender.stream(sse.KEEP_ALIVE if message is None else self._frames(message))
+        await sender.stream(sse.DONE, last=True)
+
+    def _frames(self, message: Deltas) -> bytes:
+        return b"".join(sse.event(chunk) for chunk in self._shape.chunks(message))
+
+
+class WholeResponse(PrimedResponse):
+    """The answer as one JSON object."""
+
+    async def write(self, messages: AsyncIterator[Deltas], sender: _Sender) -> None:
+        """Wait for the last message, then send."""
+        received = [message async for message in messages]
+        body = json.dumps(self._shape.whole(received), ensure_ascii=False).encode("utf-8", "replace")
+        await sender.whole(200, body, _timing_headers(received[-1].timings))
+
+
+async def with_silences(items: AsyncIterator[T], silence_s: float) -> AsyncGenerator[T | None, None]:
+    """Yield the items, and None each time nothing has come for ``silence_s``."""
+    while True:
+        arriving = asyncio.ensure_future(anext(items, _END))
+        try:
+            while not (await asyncio.wait((arriving,), timeout=silence_s))[0]:
+                yield None
+            item = arriving.result()
+        finally:
+            arriving.cancel()
+        if isinstance(item, _End):
+            return
+        yield item
+
+
+class _End:
+    pass
+
+
+_END = _End()
+
+
+class _Sender:
+    """Writes one HTTP response and knows whether it has begun."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.started = False
+
+    async def stream(self, body: bytes, last: bool = False) -> None:
+        if not self.started:
+            await self._start(
+                200, {"content-type": sse.CONTENT_TYPE, "cache-control": "no-cache", "x-accel-buffering": "no"}
+            )
+        await self._send({"type": "http.response.body", "body": body, "more_body": not last})
+
+    async def whole(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
+        length = {"content-type": "application/json", "content-length": str(len(body))}
+        await self._start(status, {**length, **headers})
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def _start(self, status: int, headers: Mapping[str, str]) -> None:
+        self.started = True
+        raw = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": raw})
+
+
+async def _fail(sender: _Sender, answer: ErrorAnswer) -> None:
+    if sender.started:
+        # No [DONE] after it: that marks a complete answer.
+        await sender.stream(sse.event(answer.body), last=True)
+    else:
+        await sender.whole(answer.status, json.dumps(answer.body).encode(), answer.headers)
+
+
+async def _client_left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _timing_headers(timings: Timings | None) -> dict[str, str]:
+    if timings is None:
+        return {}
+    marks: dict[str, float | None] = {"x-queue-ms": timings.queued_s, "x-ttft-ms": timings.first_token_s}
+    return {name: f"{seconds * 1000:.1f}" for name, seconds in marks.items() if seconds is not None}
+
+
+def error_response(error: BaseException, headers: Mapping[str, str] | None = None) -> Response:
+    """Return the whole response for an error that came before any call was made."""
+    answer = answer_for(error)
+    content: Any = json.dumps(answer.body)
+    return Response(content, answer.status, {**answer.headers, **(headers or {})}, "application/json")

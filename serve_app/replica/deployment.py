@@ -1,0 +1,152 @@
+"""MetalReplica: the Ray Serve actor that holds one engine on one Mac.
+
+Owns: the engine's life within the actor's, and calls from their arrival to their last message. Must not know: HTTP,
+MLX, which replica gets which call. Ray Serve runs its methods on one event loop, which nothing here may block.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import platform
+from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from functools import partial
+
+import ray
+from ray import serve
+
+from engine.config import EngineConfig
+from engine.core.async_engine import AsyncEngine
+from engine.core.engine_core import EngineCore
+from engine.core.generation import GenerationDelta
+from engine.core.messages import Progress
+from engine.errors import EngineDeadError, EngineError, StartupError
+from engine.interfaces import EngineStatus
+from engine.model_source import resolve_model
+from engine.text.tokenizer import Tokenizer, load_tokenizer
+from serve_app.config import ModelConfig, ReplicaConfig
+from serve_app.protocol import Deltas, GenerateCall, ReplicaStatus
+from serve_app.replica.fold import CallFolder
+from serve_app.replica.prompts import echo_texts, engine_requests, require_room_in_queue
+from serve_app.replica.startup_board import BoardWriter
+from serve_app.replica.stats import autoscaling_stats, routing_stats
+from serve_app.replica.stream import batches
+
+# Tokenizing a long prompt takes tens of milliseconds: off the event loop, and no more at once than leaves it a core.
+NUM_TEXT_THREADS = 2
+
+logger = logging.getLogger(__name__)
+
+
+class MetalReplica:
+    """Answers calls with one engine. Built when its constructor returns: Serve sends nothing before that."""
+
+    # Serve awaits it: an engine belongs to the event loop that it is made on.
+    async def __init__(self, model: ModelConfig, config: ReplicaConfig) -> None:  # type: ignore[misc]
+        self._model = model
+        self._config = config
+        self._num_open_calls = 0
+        self._text_threads = ThreadPoolExecutor(NUM_TEXT_THREADS, thread_name_prefix="text")
+        board = BoardWriter()
+        try:
+            self._tokenizer, self._engine = await self._load(board)
+        except EngineError as error:
+            board.failed(error if isinstance(error, StartupError) else StartupError(error.message))
+            raise
+
+    async def generate(self, call: GenerateCall) -> AsyncGenerator[Deltas, None]:
+        """Yield the answer: the first token at once, then what came in each flush interval, the rest at the end.
+
+        Raises RequestError and AdmissionRefusedError before the first message. Closing or cancelling it frees the slots
+        within a step.
+        """
+        self._num_open_calls += 1
+        try:
+            folder, streams = await self._open(call)
+            async with aclosing(batches(streams, self._config.flush_interval_ms / 1000)) as arriving:
+                async for arrived in arriving:
+                    yield folder.fold(arrived)
+        finally:
+            self._num_open_calls -= 1
+
+    async def status(self) -> ReplicaStatus:
+        """What this replica says of itself; never waits for the engine."""
+        return ReplicaStatus(
+            replica_id=serve.get_replica_context().replica_tag,
+            node_id=ray.get_runtime_context().get_node_id(),
+            host=platform.node(),
+            model=self._model.name,
+            ready=self._engine.ready,
+            num_open_calls=self._num_open_calls,
+            engine=self._engine_status(),
+        )
+
+    async def check_health(self) -> None:
+        """Raise EngineDeadError when the engine will never answer again: Serve then replaces this replica.
+
+        It asks for the engine's heartbeat, not for an answer: a long prompt is no illness.
+        """
+        if not self._engine.healthy:
+            raise EngineDeadError("The engine is gone and could not be restarted.")
+
+    async def record_autoscaling_stats(self) -> dict[str, int | float]:
+        """Serve asks for this periodically."""
+        return autoscaling_stats(self._engine_status())
+
+    async def record_routing_stats(self) -> dict[str, int | float | str | bool | None]:
+        """Serve asks for this periodically and hands it to every router."""
+        return routing_stats(self._engine_status(), self._engine.ready)
+
+    async def __del__(self) -> None:
+        # Serve calls this once when the replica is to stop, after running calls had their time. A constructor that
+        # raised leaves no engine.
+        engine: AsyncEngine | None = getattr(self, "_engine", None)
+        if engine is not None:
+            await engine.close()
+
+    async def _load(self, board: BoardWriter) -> tuple[Tokenizer, AsyncEngine]:
+        board.progress("reading the tokenizer")
+        source = await asyncio.to_thread(resolve_model, self._model.engine.model)
+        tokenizer = await asyncio.to_thread(load_tokenizer, source)
+        engine = make_engine(self._model.engine, tokenizer, in_thread=self._config.engine_runs == "thread")
+
+        def report(progress: Progress) -> None:
+            board.progress(progress.stage, progress.fraction)
+
+        try:
+            await engine.start(report)
+        except BaseException:
+            await engine.close()
+            raise
+        return tokenizer, engine
+
+    async def _open(self, call: GenerateCall) -> tuple[CallFolder, list[AsyncGenerator[GenerationDelta, None]]]:
+        status = self._engine.status()
+        require_room_in_queue(call, status.scheduler.slots + self._model.engine.max_waiting_requests)
+        prepare = partial(engine_requests, call, self._tokenizer, status.model.max_model_len)
+        requests = await asyncio.get_running_loop().run_in_executor(self._text_threads, prepare)
+        echo = echo_texts(call, self._tokenizer) if call.echo else ()
+        folder = CallFolder(self._tokenizer, call.num_prompts, call.n, echo)
+        return folder, [self._engine.generate(request) for request in requests]
+
+    def _engine_status(self) -> EngineStatus | None:
+        try:
+            return self._engine.status()
+        except EngineError:
+            return None
+
+
+def make_engine(config: EngineConfig, tokenizer: Tokenizer, *, in_thread: bool) -> AsyncEngine:
+    """Return an engine that is not started yet: in a process of its own, or for tests on a thread of this one."""
+    if not in_thread:
+        return AsyncEngine.in_process(config, tokenizer)
+
+    def build() -> EngineCore:
+        # Imported on the engine's thread, and only here: this is what loads MLX.
+        from engine.build import build_core
+
+        return build_core(config, lambda _progress: None)
+
+    return AsyncEngine.in_thread(build, tokenizer, watchdog_s=config.watchdog_s, max_held=config.max_waiting_requests)

@@ -1,0 +1,77 @@
+"""Turns a call into the engine's requests: renders the chat, encodes the prompts.
+
+Owns: what a client's words become as tokens. Must not know: Ray, or how requests run. Slow for long prompts, so it is
+called in a thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from engine.core.generation import GenerationRequest
+from engine.errors import ContextLengthError, InvalidParameterError
+from engine.text.tokenizer import Tokenizer
+from serve_app.protocol import GenerateCall
+
+
+def engine_requests(call: GenerateCall, tokenizer: Tokenizer, max_model_len: int) -> tuple[GenerationRequest, ...]:
+    """Return one engine request for each prompt of ``call``.
+
+    Raises RequestError for a chat that the model's template cannot render, InvalidParameterError for an empty prompt,
+    ContextLengthError with both lengths.
+    """
+    received_s = time.monotonic()
+    prompts = _encode(call, tokenizer)
+    for token_ids in prompts:
+        _require_room(token_ids, max_model_len, _field(call))
+    return tuple(
+        GenerationRequest(
+            request_id=call.request_id if len(prompts) == 1 else f"{call.request_id}-{index}",
+            prompt_token_ids=tuple(token_ids),
+            sampling=replace(call.sampling, max_tokens=call.max_tokens or max_model_len - len(token_ids)),
+            received_s=received_s,
+            stop=call.stop,
+            n=call.n,
+            priority=call.priority,
+            user=call.user,
+            deadline_s=None if call.timeout_s is None else received_s + call.timeout_s,
+        )
+        for index, token_ids in enumerate(prompts)
+    )
+
+
+def require_room_in_queue(call: GenerateCall, num_places: int) -> None:
+    """Refuse a call with more answers than the engine's slots and waiting queue together will ever take at once.
+
+    Raises InvalidParameterError with both numbers: waiting would not help.
+    """
+    if call.num_choices > num_places:
+        raise InvalidParameterError(
+            f"The request asks for {call.num_choices} answers at once; {num_places} can run and wait here.",
+            "n" if call.num_prompts == 1 else "prompt",
+        )
+
+
+def echo_texts(call: GenerateCall, tokenizer: Tokenizer) -> tuple[str, ...]:
+    """Return the text of each prompt, as a client that asked for an echo gets it back."""
+    return tuple(prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in call.prompts)
+
+
+def _encode(call: GenerateCall, tokenizer: Tokenizer) -> list[Sequence[int]]:
+    if call.messages:
+        return [tokenizer.apply_chat_template(call.messages)]
+    encoded = iter(tokenizer.encode_batch([p for p in call.prompts if isinstance(p, str)], add_special_tokens=True))
+    return [next(encoded) if isinstance(prompt, str) else prompt for prompt in call.prompts]
+
+
+def _require_room(token_ids: Sequence[int], max_model_len: int, param: str) -> None:
+    if not token_ids:
+        raise InvalidParameterError("The prompt has no tokens.", param)
+    if len(token_ids) >= max_model_len:
+        raise ContextLengthError(len(token_ids), max_model_len, param)
+
+
+def _field(call: GenerateCall) -> str:
+    return "messages" if call.messages else "prompt"
