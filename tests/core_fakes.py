@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from engine.batch import BatchRow, SampledToken, StepBatch, StepOutput
+from engine.core.async_engine import AsyncEngine
 from engine.core.engine_core import EngineCore
 from engine.core.generation import GenerationRequest
 from engine.interfaces import ModelFacts, ModelRunner, PendingStep
@@ -22,6 +24,7 @@ from engine.text.parts import TokenizerParts
 from engine.text.tokenizer import Tokenizer
 
 NUM_LETTERS = 26
+WATCHED = ("engine_said", "engine_running", "engine_lost")
 EOS = 256
 FACTS = ModelFacts(
     name="chain",
@@ -77,6 +80,31 @@ def _byte_symbol(byte: int) -> str:
     if byte in printable:
         return chr(byte)
     return chr(256 + sum(other not in printable for other in range(byte)))
+
+
+async def until(engine: AsyncEngine, condition: Callable[[], bool]) -> None:
+    """Wait until ``condition`` holds, looking again whenever the engine says or does something."""
+    news = asyncio.Event()
+
+    def watch(name: str) -> Callable[..., None]:
+        original = getattr(AsyncEngine, name)
+
+        def told(*arguments: Any, **more: Any) -> None:
+            original(engine, *arguments, **more)
+            news.set()
+
+        return told
+
+    for name in WATCHED:
+        setattr(engine, name, watch(name))
+    try:
+        async with asyncio.timeout(30):
+            while not condition():
+                news.clear()
+                await news.wait()
+    finally:
+        for name in WATCHED:
+            delattr(engine, name)
 
 
 class ChainRunner:

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.batch import StepBatch
+from engine.batch import StepBatch, StepOutput
 from engine.core.messages import MemoryFacts, Snapshot, Started
 from engine.errors import EngineDeadError, EngineError, StepFailedError
 from engine.interfaces import ModelRunner, PendingStep
@@ -30,6 +30,16 @@ logger = logging.getLogger(__name__)
 class _InFlight:
     batch: StepBatch
     pending: PendingStep
+
+
+@dataclass(frozen=True, slots=True)
+class _NotLaunched:
+    """Stands in the pipeline for a step that could not be launched: steps end in the order of their choice."""
+
+    error: Exception
+
+    def result(self) -> StepOutput:
+        raise self.error
 
 
 class EngineCore:
@@ -83,7 +93,7 @@ class EngineCore:
         """
         outputs = self._scheduler.expire(self._clock())
         self._progressed = False
-        while len(self._in_flight) < self.runner.max_steps_in_flight and self._launch_next(outputs):
+        while len(self._in_flight) < self.runner.max_steps_in_flight and self._launch_next():
             pass
         if self._in_flight:
             self._read_oldest(outputs)
@@ -112,7 +122,7 @@ class EngineCore:
                 logger.exception("a step failed while the engine was closing")
         self.runner.close()
 
-    def _launch_next(self, outputs: list[TokenOutput]) -> bool:
+    def _launch_next(self) -> bool:
         batch = self._scheduler.schedule(self._clock())
         self._release()
         if batch is None:
@@ -122,10 +132,9 @@ class EngineCore:
         try:
             pending = self.runner.launch(batch)
         except Exception as error:
-            outputs += self._fail(batch, error)
-            return False
+            pending = _NotLaunched(error)
         self._in_flight.append(_InFlight(batch, pending))
-        return True
+        return not isinstance(pending, _NotLaunched)
 
     def _read_oldest(self, outputs: list[TokenOutput]) -> None:
         step = self._in_flight.popleft()

@@ -25,7 +25,7 @@ from engine.errors import (
     StepFailedError,
 )
 from engine.request import FinishReason
-from tests.core_fakes import ChainRunner, answer, answer_text, letter_tokenizer, make_core, make_request
+from tests.core_fakes import ChainRunner, answer, answer_text, letter_tokenizer, make_core, make_request, until
 
 TOKENIZER = letter_tokenizer()
 PERMITS_FOR_ALL = 100_000
@@ -47,13 +47,6 @@ async def collect(engine: AsyncEngine, request: GenerationRequest) -> list[Gener
 
 async def text_of(engine: AsyncEngine, request: GenerationRequest) -> str:
     return "".join([delta.text async for delta in engine.generate(request)])
-
-
-async def until(engine: AsyncEngine, condition: Callable[[], bool]) -> None:
-    """Wait for what only the engine's next snapshot tells."""
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0)
 
 
 async def test_many_answers_at_once_are_each_their_own() -> None:
@@ -111,7 +104,7 @@ async def test_leaving_early_frees_the_slot_within_a_step(num_seen: int) -> None
     async with running(lambda: make_core(runner, slots=1)) as engine:
         stream = engine.generate(make_request("a", "hello", 400))
         first = asyncio.ensure_future(anext(stream))
-        await until(engine, lambda: engine.status().scheduler.num_steps >= 0 and len(engine._open) == 1)
+        await asyncio.sleep(0)  # the request is submitted in the first turn of its task
         if num_seen == 0:
             first.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -158,7 +151,7 @@ async def test_refusals_come_before_any_delta() -> None:
         results = await asyncio.gather(*firsts, return_exceptions=True)
         refused = [result for result in results if isinstance(result, AdmissionRefusedError)]
         assert len(refused) >= 8 - 1 - 2
-        assert all(error.limit == 2 for error in refused)
+        assert all(error.limit in (2, 3) for error in refused), "two may wait, and one more while the slot is free"
         for stream in streams:
             await stream.aclose()
 
