@@ -1,0 +1,83 @@
+"""Whose prompt is read next, and how much of it in this step.
+
+Owns: the order among requests that hold a slot and have tokens to compute. Must not know: where the budget comes from.
+
+One prompt holds the turn until it is read: two long prompts read in alternation would both finish when the slower one
+alone would have. What the holder leaves of a step's budget goes to the next in order, so several short prompts share a
+step (packed rows need no padding) and at most the last of them is cut.
+
+A short prompt may pass the holder. Each prompt can be passed ``MAX_TIMES_PASSED`` times, by prompts that together are
+no longer than ``MAX_SHARE_PASSED`` of itself; after that it is read to its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.scheduler.fairness import FairShares
+from engine.scheduler.request_state import Request
+
+MAX_TIMES_PASSED = 8
+MAX_SHARE_PASSED = 0.5
+# Less of a prompt than this, unless it is all that is left, is not worth a row beside another chunk.
+_MIN_SCRAP_TOKENS = 16
+
+
+def may_pass(request: Request, ahead: Request) -> bool:
+    """Whether ``request`` is short enough to go before ``ahead``, which still has passes to give."""
+    return (
+        request.priority <= ahead.priority
+        and 2 * request.num_uncomputed_tokens <= ahead.num_uncomputed_tokens
+        and ahead.num_times_passed < MAX_TIMES_PASSED
+        and ahead.num_tokens_passed + request.num_uncomputed_tokens <= MAX_SHARE_PASSED * ahead.num_tokens
+    )
+
+
+def count_pass(request: Request, ahead: Request) -> None:
+    """``request`` goes before ``ahead``."""
+    ahead.num_times_passed += 1
+    ahead.num_tokens_passed += request.num_uncomputed_tokens
+
+
+class PrefillTurn:
+    """Keeps the holder of the turn between steps."""
+
+    def __init__(self, shares: FairShares) -> None:
+        self._shares = shares
+        self._holder: Request | None = None
+
+    def order(self, requests: Sequence[Request]) -> list[Request]:
+        """Requests with tokens to compute, in the order in which they are offered the step's budget."""
+        if not requests:
+            self._holder = None
+            return []
+        in_order = sorted(requests, key=self._key)
+        holder = self._holder
+        if holder is None or holder not in in_order or in_order[0].priority < holder.priority:
+            holder = self._holder = in_order[0]
+        others = [r for r in in_order if r is not holder]
+        passing = [r for r in others if r.passing or may_pass(r, holder)]
+        return [*passing, holder, *(r for r in others if r not in passing)]
+
+    def share_out(self, in_order: Sequence[Request], budget_tokens: int) -> list[tuple[Request, int]]:
+        """Tokens for each request from the step's budget, in the order given by ``order``."""
+        chunks: list[tuple[Request, int]] = []
+        is_before_holder = True
+        for request in in_order:
+            is_before_holder = is_before_holder and request is not self._holder
+            wanted = request.num_uncomputed_tokens
+            given = min(wanted, budget_tokens)
+            if given < min(wanted, _MIN_SCRAP_TOKENS) and (chunks or given == 0):
+                break
+            if is_before_holder and not request.passing:
+                assert self._holder is not None
+                if not may_pass(request, self._holder):
+                    continue
+                count_pass(request, self._holder)
+                request.passing = True
+            chunks.append((request, given))
+            budget_tokens -= given
+        return chunks
+
+    def _key(self, request: Request) -> tuple[int, float, int]:
+        return (request.priority, self._shares[request.user].counter, request.arrival)

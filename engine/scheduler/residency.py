@@ -1,0 +1,166 @@
+"""Requests that hold a slot: the slots themselves, the blocks behind them, and the way in and out.
+
+Owns: which slot is whose, and that whatever a request held is given back exactly once. Must not know: who deserves a
+slot, or why somebody leaves.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+
+from engine.batch import BlockCopy
+from engine.memory.kv_cache_manager import KvCacheManager, PrefixHit, num_blocks_for
+from engine.scheduler.config import SchedulerConfig
+from engine.scheduler.fairness import FairShares
+from engine.scheduler.in_flight import InFlightSteps
+from engine.scheduler.request_state import NO_SLOT, Place, Request
+from engine.scheduler.shared_prefill import SharedPrefills
+from engine.scheduler.waiting_room import WaitingRoom
+
+
+class Residency:
+    """Slots and blocks of running requests."""
+
+    def __init__(
+        self, config: SchedulerConfig, shares: FairShares, waiting: WaitingRoom, flight: InFlightSteps
+    ) -> None:
+        self.kv = KvCacheManager(config.num_blocks, config.block_size, config.prefix_cache != "off")
+        self.prefills = SharedPrefills()
+        self.peak_running = 0
+        self._config = config
+        self._shares = shares
+        self._waiting = waiting
+        self._flight = flight
+        self._rows: list[Request | None] = [None] * config.slots
+        self._free_slots = list(range(config.slots))
+        self._released_ids: list[str] = []
+
+    @property
+    def num_running(self) -> int:
+        """Slots in use."""
+        return len(self._rows) - len(self._free_slots)
+
+    @property
+    def num_free_slots(self) -> int:
+        """Slots nobody holds."""
+        return len(self._free_slots)
+
+    def running(self) -> list[Request]:
+        """Requests with a slot, in slot order."""
+        return [request for request in self._rows if request is not None]
+
+    def horizon_tokens(self, request: Request) -> int:
+        """Positions promised to a request: its tokens and as much of the coming answer as the watermark says.
+
+        The last token of an answer is never computed, so an answer of n tokens needs n - 1 positions.
+        """
+        num_coming = min(request.max_tokens_total - request.num_tokens, self._config.admission_watermark_tokens)
+        return max(request.num_tokens, request.num_tokens + num_coming - 1)
+
+    def num_blocks_promised(self) -> int:
+        """Blocks that running requests do not hold yet and were promised."""
+        size = self._config.block_size
+        return sum(
+            max(0, num_blocks_for(self.horizon_tokens(r), size) - len(r.table.block_ids))
+            for r in self._rows
+            if r is not None
+        )
+
+    def fits(self, request: Request, hit: PrefixHit) -> bool:
+        """Whether a request's tokens fit now, and its promise beside all the others'."""
+        size = self._config.block_size
+        num_promised = num_blocks_for(self.horizon_tokens(request), size) - num_blocks_for(request.num_tokens, size)
+        taken = self.kv.num_blocks_taken(hit, request.num_tokens)
+        return taken + num_promised + self.num_blocks_promised() <= self.kv.pool.num_available
+
+    def enter(self, request: Request, hit: PrefixHit) -> None:
+        """Give a request the lowest free slot, its prefix hit, and blocks for all of its known tokens."""
+        request.slot = heapq.heappop(self._free_slots)
+        request.place = Place.SLOT
+        self._rows[request.slot] = request
+        request.copy_before_start = self.kv.attach(request.table, hit, request.num_tokens)
+        request.num_computed_tokens = request.num_confirmed_tokens = hit.num_tokens
+        self.prefills.start(request)
+        self._shares[request.user].num_in_slots += 1
+        self.peak_running = max(self.peak_running, self.num_running)
+
+    def leave(self, request: Request, now_s: float) -> None:
+        """Take slot and blocks from a request. Blocks that a launched step may write to stay out of the pool."""
+        dropped = self.prefills.stop(request)
+        self._rows[request.slot] = None
+        heapq.heappush(self._free_slots, request.slot)
+        request.slot = NO_SLOT
+        request.place = Place.GONE
+        request.num_computed_tokens = request.num_confirmed_tokens = 0
+        request.passing = False
+        self._shares[request.user].num_in_slots -= 1
+        self._return_blocks(request)
+        request.wait.stop(self._waiting.clock, now_s)
+        self._waiting.wake((*dropped, request), now_s)
+
+    def has_room(self, request: Request) -> bool:
+        """Whether the request's blocks reach to its newest token."""
+        return len(request.table.block_ids) * self._config.block_size >= request.num_tokens
+
+    def take_copy(self, request: Request) -> BlockCopy | None:
+        """The copy that the request's first row needs, with the reference that keeps its source."""
+        copy, request.copy_before_start = request.copy_before_start, None
+        return copy
+
+    def settle(self, block_ids: list[list[int]], released_ids: list[str]) -> None:
+        """A step is over: what waited for it goes back."""
+        for ids in block_ids:
+            self.kv.pool.release(ids)
+        self._released_ids += released_ids
+
+    def take_released(self) -> tuple[str, ...]:
+        """Requests that left since the last call and have no row in flight any more."""
+        released, self._released_ids = tuple(self._released_ids), []
+        return released
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError naming what does not add up."""
+        self.kv.pool.check_invariants()
+        self.prefills.check_invariants()
+        assert sorted(self._free_slots) == [i for i, r in enumerate(self._rows) if r is None], "free slots are wrong"
+        for slot, request in enumerate(self._rows):
+            if request is not None:
+                assert (request.slot, request.place) == (slot, Place.SLOT), f"{request.request_id} lost its slot"
+                self._check_progress(request)
+        self._check_references()
+
+    def _check_progress(self, request: Request) -> None:
+        name, block_ids = request.request_id, request.table.block_ids
+        assert request.num_confirmed_tokens <= request.num_computed_tokens <= request.num_tokens, f"{name} is ahead"
+        assert request.num_computed_tokens <= len(block_ids) * self._config.block_size, f"{name} outruns its blocks"
+        assert len(set(block_ids)) == len(block_ids), f"{name} holds a block twice"
+
+    def _check_references(self) -> None:
+        """Every reference has a holder, and no block that a request will write to is in another's table."""
+        references = Counter(self._flight.drained_blocks())
+        tables: Counter[int] = Counter()
+        for request in self.running():
+            tables.update(request.table.block_ids)
+            if request.copy_before_start is not None:
+                references[request.copy_before_start.source] += 1
+        references += tables
+        for block_id in range(self.kv.pool.num_blocks):
+            counted = self.kv.pool.ref_count(block_id)
+            assert counted == references[block_id], f"block {block_id} counts {counted}, held {references[block_id]}"
+        for request in self.running():
+            for block_id in request.table.block_ids[request.num_confirmed_tokens // self._config.block_size :]:
+                assert tables[block_id] == 1, f"{request.request_id} writes to block {block_id}, which is shared"
+
+    def _return_blocks(self, request: Request) -> None:
+        block_ids = self.kv.detach(request.table)
+        copy = self.take_copy(request)
+        if copy is not None:
+            self.kv.pool.release((copy.source,))
+        newest = self._flight.newest
+        if request.num_rows_in_flight and newest is not None:
+            newest.block_ids.append(block_ids)
+            newest.released_ids.append(request.request_id)
+        else:
+            self.kv.pool.release(block_ids)
+            self._released_ids.append(request.request_id)

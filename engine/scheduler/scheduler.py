@@ -1,0 +1,385 @@
+"""One engine's scheduler: requests in, steps out, tokens back.
+
+Owns: the order of a step (growth of those who decode, admission, prompt chunks) and what a result does to a request.
+Must not know: clocks, threads, devices, text. Time comes in as ``now_s``; equal calls give equal answers.
+
+A walk of one request:
+
+    add       refused, or placed in the waiting room
+    schedule  gets a slot, and blocks minus what the prefix cache has; its prompt goes out in chunks, then a row a step
+    update    what a finished step computed becomes findable; its token is appended, judged and given out
+    ...       preempted: slot and blocks go, tokens and place in line stay, and ``schedule`` starts over from there
+    update    the last token carries finish reason and timeline; slot and blocks go
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+from engine.batch import BatchRow, BlockCopy, SampledToken, StepBatch, StepOutput
+from engine.errors import DeadlineExceededError, EngineError, InvalidParameterError, StepFailedError
+from engine.interfaces import SchedulerStats
+from engine.memory.block_hash import root_hash
+from engine.request import EngineRequest, FinishReason, TokenOutput, WaitReason
+from engine.scheduler.admission import Admission, check_request
+from engine.scheduler.config import SchedulerConfig
+from engine.scheduler.counters import Counters
+from engine.scheduler.fairness import FairShares
+from engine.scheduler.forecast import predicted_wait_s
+from engine.scheduler.in_flight import InFlightSteps, LaunchedStep
+from engine.scheduler.preemption import IMMUNE_TOKENS, choose_for_blocks
+from engine.scheduler.prefill_turn import PrefillTurn
+from engine.scheduler.request_state import Place, Request, seed_of
+from engine.scheduler.residency import Residency
+from engine.scheduler.step_cost import StepCostModel, StepLoad, num_causal_pairs
+from engine.scheduler.stopping import finish_reason
+from engine.scheduler.waiting_room import WaitingRoom
+
+__all__ = ["Scheduler", "SchedulerConfig"]
+
+
+class Scheduler:
+    """The only writer of ``Request``. Used from one thread."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._config = config
+        self._eos_token_ids = frozenset(config.eos_token_ids)
+        self._requests: dict[str, Request] = {}
+        self._deadlines: list[tuple[float, int, str]] = []
+        self._shares = FairShares()
+        self._waiting = WaitingRoom(self._shares)
+        self._flight = InFlightSteps()
+        self._residency = Residency(config, self._shares, self._waiting, self._flight)
+        self._admission = Admission(config, self._shares, self._waiting, self._residency, self._requests, self._preempt)
+        self._turn = PrefillTurn(self._shares)
+        self._cost = StepCostModel(config.target_stall_s, config.max_chunk_tokens)
+        self._counters = Counters()
+        self._num_arrivals = 0
+
+    # --- requests in and out ---------------------------------------------------------------------------------------
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any request is waiting or running."""
+        return bool(self._requests)
+
+    def add(self, asked: EngineRequest, now_s: float) -> None:
+        """Take a request in.
+
+        Raises RequestError for one that can never be answered, AdmissionRefusedError when the queue is full.
+        """
+        max_tokens_total = check_request(asked, self._config)
+        if asked.request_id in self._requests or asked.request_id in self._flight.draining_ids():
+            raise InvalidParameterError(f"The request id {asked.request_id!r} is in use.", "request_id")
+        try:
+            self._admission.check_room(len(asked.prompt_token_ids), self._predicted_wait_s() or 1.0)
+        except EngineError:
+            self._counters.num_refused += 1
+            raise
+        self._num_arrivals += 1
+        table = self._residency.kv.new_table(self._root_of(asked), asked.prompt_token_ids)
+        request = Request(asked, self._num_arrivals, table, max_tokens_total, seed_of(asked))
+        self._requests[asked.request_id] = request
+        if asked.deadline_s is not None:
+            heapq.heappush(self._deadlines, (asked.deadline_s, request.arrival, asked.request_id))
+        self._shares.enter(request.user)
+        self._waiting.enter(request, now_s)
+
+    def cancel(self, request_id: str, now_s: float) -> bool:
+        """End a request that nobody waits for any more. False if it is not here."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        self._remove(request, now_s)
+        self._counters.num_cancelled += 1
+        return True
+
+    def expire(self, now_s: float) -> list[TokenOutput]:
+        """End every request whose deadline has passed."""
+        outputs: list[TokenOutput] = []
+        while self._deadlines and self._deadlines[0][0] <= now_s:
+            _, arrival, request_id = heapq.heappop(self._deadlines)
+            request = self._requests.get(request_id)
+            if request is not None and request.arrival == arrival:
+                age_s = now_s - request.asked.received_s
+                error = DeadlineExceededError(f"The request was not done at its deadline; it was {age_s:.1f} s old.")
+                outputs.append(self._fail(request, error, now_s))
+        return outputs
+
+    def fail_all(self, error: EngineError, now_s: float) -> list[TokenOutput]:
+        """End every request with ``error``."""
+        return [self._fail(request, error, now_s) for request in list(self._requests.values())]
+
+    def take_released(self) -> tuple[str, ...]:
+        """Ids that finished or were preempted and have no row in flight: tell the runner before the next launch."""
+        return self._residency.take_released()
+
+    # --- steps -----------------------------------------------------------------------------------------------------
+
+    def schedule(self, now_s: float) -> StepBatch | None:
+        """The next step, or None when there is nothing to compute now."""
+        assert len(self._flight) < self._config.max_steps_in_flight, "too many steps in flight"
+        num_preemptions = self._counters.num_preemptions
+        decoding = self._grow_decoding(now_s)
+        if self._counters.num_preemptions > num_preemptions:
+            self._waiting.clock.set_reason(WaitReason.BLOCKS, now_s)
+        else:
+            self._admission.admit(now_s)
+            decoding = [request for request in decoding if request.place is Place.SLOT]
+        chunks, load = self._plan_chunks(decoding, now_s)
+        planned = [*((request, 1) for request in decoding), *chunks]
+        if not planned:
+            return None
+        copies: list[BlockCopy] = []
+        rows = tuple([self._take_row(request, num_tokens, copies, now_s) for request, num_tokens in planned])
+        batch = StepBatch(self._counters.num_steps, rows, tuple(copies))
+        step = LaunchedStep(batch, tuple([request for request, _ in planned]), load)
+        step.block_ids += [[copy.source] for copy in copies]
+        self._flight.launch(step)
+        self._counters.num_steps += 1
+        return batch
+
+    def update(self, batch: StepBatch, output: StepOutput, now_s: float) -> list[TokenOutput]:
+        """Take a step's result in. Results for requests that left meanwhile are dropped."""
+        step = self._land(batch)
+        self._cost.observe(step.load, output.elapsed_s)
+        outputs: list[TokenOutput] = []
+        for row, request in zip(batch.rows, step.requests, strict=True):
+            if request.place is Place.GONE:
+                continue
+            error = output.failures.get(row.request_id)
+            token = output.tokens.get(row.request_id) if row.samples else None
+            if error is None and row.samples and token is None:
+                error = StepFailedError("The step returned no token for this request.")
+            if error is not None:
+                outputs.append(self._fail(request, error, now_s))
+                continue
+            self._confirm(request, row, now_s)
+            if token is not None:
+                outputs.append(self._append(request, token, now_s))
+        return outputs
+
+    def fail_batch(self, batch: StepBatch, error: EngineError, now_s: float) -> list[TokenOutput]:
+        """A step raised: its requests end with ``error``, the others go on."""
+        step = self._land(batch)
+        return [self._fail(r, error, now_s) for r in step.requests if r.place is not Place.GONE]
+
+    # --- for the memory guard --------------------------------------------------------------------------------------
+
+    def hold_admissions(self, held: bool) -> None:
+        """While held, nobody gets a slot, and the waiting wait for headroom."""
+        self._admission.is_held = held
+
+    def shrink_prefix_cache(self, num_blocks_kept: int) -> int:
+        """Forget cached blocks beyond ``num_blocks_kept``. Returns how many were forgotten."""
+        return self._residency.kv.pool.shrink_cache(num_blocks_kept)
+
+    def preempt_one(self, now_s: float) -> bool:
+        """Take one request off its slot, but never the last."""
+        victim = choose_for_blocks(self._residency.running()) if self._residency.num_running > 1 else None
+        if victim is not None:
+            self._preempt(victim, now_s)
+        return victim is not None
+
+    # --- what is to be seen ----------------------------------------------------------------------------------------
+
+    def stats(self, now_s: float) -> SchedulerStats:
+        """The moment's numbers and the totals since the start."""
+        pool = self._residency.kv.pool
+        return SchedulerStats(
+            slots=self._config.slots,
+            num_running=self._residency.num_running,
+            num_waiting=len(self._waiting),
+            num_waiting_tokens=self._waiting.num_tokens,
+            peak_running=self._residency.peak_running,
+            num_blocks_total=pool.num_blocks,
+            num_blocks_free=pool.num_free,
+            num_blocks_cached=pool.num_cached,
+            predicted_wait_s=self._predicted_wait_s(),
+            waiting_on=self._waiting.count_by_reason(),
+            **self._counters.as_stats(),
+        )
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError naming what does not add up."""
+        self._residency.check_invariants()
+        self._waiting.check_invariants()
+        running = {request.request_id for request in self._residency.running()}
+        waiting = {request.request_id for request in self._waiting.requests()}
+        assert not running & waiting, "a request runs and waits"
+        assert running | waiting == set(self._requests), "a request is nowhere"
+        assert self._residency.num_running <= self._config.slots, "more requests run than there are slots"
+        self._shares.check_invariants(self._requests.values())
+
+    # --- inside ----------------------------------------------------------------------------------------------------
+
+    def _root_of(self, asked: EngineRequest) -> bytes:
+        user = asked.user if self._config.prefix_cache == "per-user" else ""
+        return root_hash(self._config.revision, asked.cache_salt, user)
+
+    def _predicted_wait_s(self) -> float | None:
+        return predicted_wait_s(self._config, self._residency, self._waiting, self._cost, self._counters)
+
+    def _grow_decoding(self, now_s: float) -> list[Request]:
+        """Requests that compute their newest token in this step, each with a block for it."""
+        decoding: list[Request] = []
+        for request in self._residency.running():
+            if request.place is not Place.SLOT or request.num_uncomputed_tokens != 1 or _is_ahead(request):
+                continue
+            if self._make_room(request, now_s):
+                decoding.append(request)
+            elif request.place is Place.SLOT:
+                request.wait.start(WaitReason.BLOCKS, self._waiting.clock, now_s)
+        return [request for request in decoding if request.place is Place.SLOT]
+
+    def _make_room(self, request: Request, now_s: float) -> bool:
+        """Room for one more position, by preemption if need be. False when this step has to go without."""
+        while not self._residency.kv.grow(request.table, request.num_tokens):
+            running = self._residency.running()
+            if self._flight.num_blocks_draining or any(r.ends_with_pending for r in running):
+                return False
+            victim = choose_for_blocks(running)
+            assert victim is not None
+            self._preempt(victim, now_s)
+            if victim is request:
+                return False
+        return True
+
+    def _plan_chunks(self, decoding: Sequence[Request], now_s: float) -> tuple[list[tuple[Request, int]], StepLoad]:
+        """Prompt chunks for this step, and the whole step's load."""
+        context = sum(request.num_tokens for request in decoding)
+        load = StepLoad(len(decoding), context)
+        taken = {request.arrival for request in decoding}
+        unread = [
+            request
+            for request in self._residency.running()
+            if request.arrival not in taken and request.num_uncomputed_tokens > 0 and not _is_ahead(request)
+            if self._residency.has_room(request)
+        ]
+        if not unread:
+            return [], load
+        in_order = self._turn.order(unread)
+        budget = self._cost.chunk_tokens(load, in_order[0].num_computed_tokens)
+        chunks = self._turn.share_out(in_order, budget)
+        given = {request.arrival for request, _ in chunks}
+        for request in unread:
+            if request.arrival not in given:
+                request.wait.start(WaitReason.PREFILL_TURN, self._waiting.clock, now_s)
+        num_tokens = sum(number for _, number in chunks)
+        num_pairs = sum(num_causal_pairs(request.num_computed_tokens, number) for request, number in chunks)
+        return chunks, StepLoad(len(decoding), context, num_tokens, num_pairs)
+
+    def _take_row(self, request: Request, num_tokens: int, copies: list[BlockCopy], now_s: float) -> BatchRow:
+        """The request's row in the step that is being launched."""
+        request.wait.stop(self._waiting.clock, now_s)
+        if request.prefill_started_s is None:
+            request.prefill_started_s = now_s
+        copy = self._residency.take_copy(request)
+        if copy is not None:
+            copies.append(copy)
+        start = request.num_computed_tokens
+        samples = start + num_tokens == request.num_tokens
+        row = BatchRow(
+            request_id=request.asked.request_id,
+            slot=request.slot,
+            start=start,
+            num_tokens=num_tokens,
+            token_ids=request.token_ids,
+            block_ids=request.table.block_ids,
+            num_prompt_tokens=request.num_prompt_tokens,
+            sampling=request.asked.sampling,
+            seed=request.seed,
+            samples=samples,
+            output_index=request.num_tokens - request.num_prompt_tokens,
+        )
+        request.num_computed_tokens = start + num_tokens
+        if samples:
+            request.num_pending_tokens += 1
+        return row
+
+    def _land(self, batch: StepBatch) -> LaunchedStep:
+        step = self._flight.land(batch.step_index)
+        for row, request in zip(batch.rows, step.requests, strict=True):
+            if row.samples:
+                request.num_pending_tokens -= 1
+        self._residency.settle(step.block_ids, step.released_ids)
+        return step
+
+    def _confirm(self, request: Request, row: BatchRow, now_s: float) -> None:
+        """Positions of a finished step: charge them, and let others find the blocks that they filled."""
+        end = row.start + row.num_tokens
+        num_new = min(end, request.num_prompt_tokens) - request.num_charged_tokens
+        if num_new > 0:
+            computed = min(num_new, row.num_tokens)
+            self._shares.charge(request.user, computed, 0)
+            request.num_charged_tokens += num_new
+        if request.place is not Place.SLOT:
+            return
+        request.num_confirmed_tokens = end
+        hashes = self._residency.kv.commit(request.table, request.token_ids, end)
+        if hashes:
+            self._residency.prefills.committed(hashes)
+            self._waiting.wake(hashes, now_s)
+        if row.num_tokens > 1 and end >= request.num_prompt_tokens - 1:
+            self._waiting.wake((request,), now_s)
+
+    def _append(self, request: Request, sampled: SampledToken, now_s: float) -> TokenOutput:
+        """A token of the answer. It may belong to a request that was preempted while its row was in flight."""
+        request.token_ids.append(sampled.token_id)
+        if request.place is not Place.SLOT:
+            self._waiting.token_arrived()
+        if request.first_token_s is None:
+            request.first_token_s = now_s
+            self._counters.first_token(request)
+        self._counters.num_output_tokens += 1
+        self._shares.charge(request.user, 0, 1)
+        logprobs = () if sampled.logprobs is None else (sampled.logprobs,)
+        reason = finish_reason(request, self._eos_token_ids)
+        if reason is not None:
+            self._counters.finished(request)
+            self._remove(request, now_s)
+        return TokenOutput(
+            request_id=request.asked.request_id,
+            token_ids=(sampled.token_id,),
+            logprobs=logprobs,
+            finish_reason=reason,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_cached_tokens=request.num_cached_tokens,
+            timeline=None if reason is None else request.timeline(now_s),
+        )
+
+    def _fail(self, request: Request, error: EngineError, now_s: float) -> TokenOutput:
+        self._remove(request, now_s)
+        self._counters.num_failed += 1
+        return TokenOutput(
+            request_id=request.request_id,
+            finish_reason=FinishReason.ERROR,
+            error=error,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_cached_tokens=request.num_cached_tokens,
+            timeline=request.timeline(now_s),
+        )
+
+    def _remove(self, request: Request, now_s: float) -> None:
+        """Give back everything that a request holds. It is gone for good."""
+        if request.place is Place.SLOT:
+            self._residency.leave(request, now_s)
+        else:
+            self._waiting.leave(request, now_s)
+            self._waiting.wake((request,), now_s)
+        del self._requests[request.request_id]
+        self._shares.leave(request.user)
+
+    def _preempt(self, request: Request, now_s: float) -> None:
+        """Free slot and blocks; tokens and place in line stay."""
+        self._residency.leave(request, now_s)
+        request.num_preemptions += 1
+        request.immune_until_output = request.num_output_tokens + IMMUNE_TOKENS
+        self._counters.num_preemptions += 1
+        self._waiting.enter(request, now_s)
+
+
+def _is_ahead(request: Request) -> bool:
+    """Whether the request has to wait for a token in flight: it is the last, or the host would be two behind."""
+    return request.num_pending_tokens > 1 or request.ends_with_pending
