@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 import psutil
 
@@ -24,6 +25,15 @@ _KIB = 1024
 # kern.memorystatus_vm_pressure_level: dispatch_source_memorypressure_flags_t, dispatch/source.h.
 _MAC_PRESSURE = {1: Pressure.NORMAL, 2: Pressure.WARNING, 4: Pressure.CRITICAL}
 _RUSAGE_INFO_V0 = 0
+
+
+class SystemReader(MemoryReader, Protocol):
+    """A reader that also knows how much memory there is."""
+
+    @property
+    def total_bytes(self) -> int:
+        """The memory that this process could at most be given."""
+        ...
 
 
 class LinuxReader:
@@ -38,17 +48,17 @@ class LinuxReader:
 
     def read(self) -> MemoryReading:
         """One reading; Linux says nothing of pressure by itself."""
-        available_bytes = _first(self._fields("proc/meminfo"), "MemAvailable")
+        available_bytes = self._fields("proc/meminfo").get("MemAvailable")
         group_left_bytes = self._group_left_bytes()
         if available_bytes is not None and group_left_bytes is not None:
             available_bytes = min(available_bytes, group_left_bytes)
         return MemoryReading(None, available_bytes, self._footprint_bytes())
 
     @property
-    def total_bytes(self) -> int | None:
+    def total_bytes(self) -> int:
         """The machine's memory, or the control group's limit where it is lower."""
-        total, limit = _first(self._fields("proc/meminfo"), "MemTotal"), self._group_number("memory.max")
-        return total if limit is None or total is None else min(total, limit)
+        total = self._fields("proc/meminfo").get("MemTotal") or psutil.virtual_memory().total
+        return min(total, self._group_number("memory.max") or total)
 
     def _footprint_bytes(self) -> int | None:
         fields = self._fields("proc/self/status")
@@ -93,7 +103,12 @@ class MacReader:
 
     def __init__(self, libc: ctypes.CDLL | None = None, total_bytes: int | None = None) -> None:
         self._libc = libc or ctypes.CDLL(ctypes.util.find_library("c"))
-        self.total_bytes = total_bytes or psutil.virtual_memory().total
+        self._total_bytes = total_bytes or psutil.virtual_memory().total
+
+    @property
+    def total_bytes(self) -> int:
+        """The machine's memory."""
+        return self._total_bytes
 
     def read(self) -> MemoryReading:
         """One reading."""
@@ -101,7 +116,7 @@ class MacReader:
         free_percent = self._sysctl("kern.memorystatus_level")
         return MemoryReading(
             pressure=None if level is None else _MAC_PRESSURE.get(level),
-            available_bytes=None if free_percent is None else self.total_bytes * free_percent // 100,
+            available_bytes=None if free_percent is None else self._total_bytes * free_percent // 100,
             footprint_bytes=self._footprint_bytes(),
         )
 
@@ -134,9 +149,9 @@ class _RusageInfoV0(ctypes.Structure):
     )
 
 
-def system_reader(platform: str = sys.platform) -> MemoryReader:
+def system_reader(platform: str = sys.platform) -> SystemReader:
     """The reader of the operating system that runs."""
-    readers: dict[str, Callable[[], MemoryReader]] = {"darwin": MacReader, "linux": LinuxReader}
+    readers: dict[str, Callable[[], SystemReader]] = {"darwin": MacReader, "linux": LinuxReader}
     return readers[platform]()
 
 
@@ -144,11 +159,6 @@ def read_machine(working_set_bytes: int | None = None, max_buffer_bytes: int | N
     """The machine now. Metal's two limits are passed in by those who may ask MLX."""
     reader = system_reader()
     reading = reader.read()
-    total_bytes = getattr(reader, "total_bytes", None) or psutil.virtual_memory().total
     return MachineMemory(
-        total_bytes, reading.available_bytes, reading.footprint_bytes, working_set_bytes, max_buffer_bytes
+        reader.total_bytes, reading.available_bytes, reading.footprint_bytes, working_set_bytes, max_buffer_bytes
     )
-
-
-def _first(fields: dict[str, int], key: str) -> int | None:
-    return fields.get(key)
