@@ -119,6 +119,11 @@ def plan_memory(inputs: PlanInputs) -> MemoryPlan:
         raise MemoryPlanError(message, fix) from None
 
 
+def balanced_slots(inputs: PlanInputs) -> int:
+    """The slots that memory alone allows. Raises MemoryPlanError when not even one full-length sequence fits."""
+    return balance_slots(MAX_SLOTS, lambda n: _num_blocks_at(inputs, n), inputs.num_blocks_per_sequence).slots
+
+
 def compare(planned: Mapping[str, int], measured: Mapping[str, int]) -> list[str]:
     """Return one sentence for each term that is off by more than ``TOLERANCE``."""
     return [
@@ -139,7 +144,7 @@ def _fits(inputs: PlanInputs) -> bool:
 def _plan(inputs: PlanInputs) -> MemoryPlan:
     warnings = _budget_warnings(inputs)
     if inputs.slots_asked == "auto":
-        slots, note = _balanced_slots(inputs)
+        slots, note = _auto_slots(inputs)
         warnings += note
     else:
         slots = inputs.slots_asked
@@ -168,8 +173,8 @@ def _plan(inputs: PlanInputs) -> MemoryPlan:
     )
 
 
-def _balanced_slots(inputs: PlanInputs) -> tuple[int, list[str]]:
-    slots = balance_slots(MAX_SLOTS, lambda n: _num_blocks_at(inputs, n), inputs.num_blocks_per_sequence).slots
+def _auto_slots(inputs: PlanInputs) -> tuple[int, list[str]]:
+    slots = balanced_slots(inputs)
     if not inputs.tokens_per_s_at:
         if slots <= UNMEASURED_SLOTS:
             return slots, []
