@@ -49,9 +49,7 @@ def test_a_full_length_sequence_is_counted_as_admission_counts_it() -> None:
         pytest.param(128, mac_pool(120), 513, (128, 102_312), id="120 GiB, 8k context"),
         pytest.param(128, mac_pool(120), 2049, (55, 113_372), id="120 GiB, 32k context"),
         pytest.param(128, mac_pool(120), 8193, (14, 119_583), id="120 GiB, 128k context"),
-        pytest.param(
-            4, lambda n: 258 if n >= 4 else 0, 129, (2, 258), id="the pool grows: only what it admits"
-        ),
+        pytest.param(4, lambda n: 258 if n >= 4 else 0, 129, (2, 258), id="the pool grows: only what it admits"),
     ],
 )
 def test_worked_cases(
