@@ -1,0 +1,1 @@
+"""Load tests of any OpenAI-compatible endpoint, and what may be concluded from them."""

@@ -1,0 +1,115 @@
+"""`metalslots bench`: load tests of an endpoint. Must not know how they work, only how a person asks for them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from serve_app.bench.document import RunDocument, to_json, write_document
+from serve_app.bench.plan import BenchPlan, forecast
+from serve_app.bench.report import markdown_report, markdown_table, plan_table, verdict_lines
+from serve_app.bench.session import measure, token_counter
+from serve_app.bench.target import EosBan, Target
+from serve_app.cli import bench_options as option
+from serve_app.cli.console import EXIT_FAILED, out, print_json, progress, reports_errors
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+DEFAULT_FOLDER = "bench-results"
+
+
+class _RunByDefault(TyperGroup):
+    """`metalslots bench --url ...` means `metalslots bench run --url ...`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not args or (args[0] not in self.commands and args[0] not in ctx.help_option_names):
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(
+    cls=_RunByDefault, help="Load-test an OpenAI-compatible endpoint (`run` is meant when none is named)."
+)
+
+
+@app.command("run")
+@reports_errors
+def run(
+    url: option.Url = DEFAULT_URL,
+    workload: option.WorkloadName = None,
+    scale: option.Scale = 1.0,
+    concurrency: option.Concurrency = "1,4,8,16",
+    rate: Annotated[str, typer.Option(help="Open loop instead: Poisson arrivals per second, one level each.")] = "",
+    per_client: option.PerClient = 4,
+    sessions: Annotated[int, typer.Option(min=1, help="Open loop: sessions of a level.")] = 64,
+    repeats: option.Repeats = 1,
+    seed: option.Seed = "7",
+    slo: option.SloText = "",
+    model: Annotated[str, typer.Option(help="Model to ask for; by default the only one offered.")] = "",
+    tokenizer: option.Tokenizer = None,
+    ban_eos: Annotated[EosBan, typer.Option(help="How the server is kept from short answers.")] = EosBan.IGNORE_EOS,
+    slots: Annotated[int | None, typer.Option(min=1, help="Slots meant to be used; checked with /status.")] = None,
+    check_answers: Annotated[int, typer.Option(min=0, max=100, help="Answers to compare with a solo run.")] = 2,
+    max_level_s: option.MaxLevel = 600.0,
+    max_total_s: option.MaxTotal = 3600.0,
+    label: Annotated[str, typer.Option(help="Name of this run in tables and files.")] = "run",
+    out_folder: option.OutFolder = DEFAULT_FOLDER,
+    key: option.ApiKey = None,
+    allow_remote: option.AllowRemote = False,
+    strict: option.Strict = False,
+    dry_run: option.DryRun = False,
+    as_json: option.AsJson = False,
+) -> None:
+    """Measure throughput and latency level by level, and say whether the figures may be quoted."""
+    plan = BenchPlan(
+        workload=option.chosen_workload(workload, scale),
+        levels=option.parse_levels(concurrency, rate),
+        seed=seed,
+        num_repeats=repeats,
+        sessions_per_client=per_client,
+        num_sessions=sessions,
+        num_answers_checked=check_answers,
+        max_level_s=max_level_s,
+        max_total_s=max_total_s,
+        service_level=option.parse_slo(slo),
+    )
+    if dry_run:
+        show_plan(plan, as_json)
+        return
+    count_tokens, eos_token_ids = token_counter(tokenizer)
+    target = Target(label, url.rstrip("/"), model, ban_eos, eos_token_ids, key, slots)
+    with progress("connecting") as report:
+        documents = measure([target], plan, count_tokens=count_tokens, report=report, allow_remote=allow_remote)
+    finish(documents, Path(out_folder), title=f"Bench of {label}", strict=strict, as_json=as_json)
+
+
+def show_plan(plan: BenchPlan, as_json: bool) -> None:
+    """Print what a plan will send."""
+    if as_json:
+        print_json({"workload": plan.workload.model_dump(), "loads": [asdict(each) for each in forecast(plan)]})
+    else:
+        out.print(plan_table(plan), soft_wrap=True)
+
+
+def finish(documents: tuple[RunDocument, ...], folder: Path, *, title: str, strict: bool, as_json: bool) -> None:
+    """Write and show results. With ``strict`` figures that may not be quoted end with exit code 1."""
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    for document in documents:
+        name = re.sub(r"[^\w.+-]+", "-", document.target.label)
+        write_document(document, folder / f"{stamp}-{name}.json")
+    report_path = folder / f"{stamp}.md"
+    report_path.write_text(markdown_report(documents, title=title))
+    if as_json:
+        print_json([to_json(document) for document in documents])
+    else:
+        out.print(markdown_table(documents), soft_wrap=True)
+        for line in verdict_lines(documents):
+            out.print(line, soft_wrap=True, markup=False)
+        out.print(f"Written to {report_path} and the JSON beside it.", soft_wrap=True, markup=False)
+    if strict and not all(document.verdict.valid for document in documents):
+        raise typer.Exit(EXIT_FAILED)
