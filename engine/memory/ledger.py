@@ -234,7 +234,7 @@ def _ledger(inputs: PlanInputs, slots: int, num_blocks: int) -> Ledger:
             term("mlx_cache_limit", model.cache_limit_bytes, "permanent", "configured"),
             term("state", inputs.state_bytes(slots), "per_request", "computed"),
             term("sampler", inputs.sampler_bytes(slots), "per_request", "computed"),
-            term("kv_pool", num_blocks * inputs.block_bytes, "per_request", "computed"),
+            term("kv_pool", inputs.pool_bytes(num_blocks), "per_request", "computed"),
             Term(
                 "headroom",
                 inputs.applied_headroom_bytes,

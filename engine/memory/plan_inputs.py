@@ -25,6 +25,8 @@ UNKNOWN_FOREIGN_BYTES = 4 * GIB
 # indices, probabilities, their running sum, noise.
 SAMPLER_ROWS = 8
 _FLOAT32_BYTES = 4
+# Every layer's arrays have one block more than the scheduler knows: it pads block tables and stays zero.
+NULL_BLOCKS = 1
 
 Source = Literal["measured", "computed", "configured", "unknown"]
 
@@ -141,13 +143,17 @@ class PlanInputs:
         """Scratch of ``slots`` sampled rows."""
         return self.model.vocab_size * SAMPLER_ROWS * _FLOAT32_BYTES * slots
 
+    def pool_bytes(self, num_blocks: int) -> int:
+        """The pool's arrays: the blocks and the null block that pads block tables."""
+        return (num_blocks + NULL_BLOCKS) * self.block_bytes
+
     def num_blocks_that_fit(self, slots: int) -> int:
         """Blocks that memory allows beside ``slots`` slots; zero or less when nothing is left."""
         left = self.limit_bytes - self.fixed_bytes - self.state_bytes(slots) - self.sampler_bytes(slots)
-        num_blocks = left // self.block_bytes
+        num_blocks = left // self.block_bytes - NULL_BLOCKS
         buffer_bytes = self.model.buffer_bytes_per_token * self.block_size
         if self.machine.max_buffer_bytes is not None and buffer_bytes > 0:
-            num_blocks = min(num_blocks, self.machine.max_buffer_bytes // buffer_bytes)
+            num_blocks = min(num_blocks, self.machine.max_buffer_bytes // buffer_bytes - NULL_BLOCKS)
         return num_blocks
 
     @property

@@ -41,16 +41,29 @@ _FLOAT32_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """What one layer keeps: ``values_per_token`` numbers for each token, and a state for each slot.
+    """What one layer keeps: keys and values of each token, or a state for each slot.
 
-    ``state_values`` are numbers of the compute dtype, ``state_float32_values`` of float32.
+    ``window_tokens``: positions that a token sees, None = all. ``state_values`` are numbers of the compute dtype,
+    ``state_float32_values`` of float32.
     """
 
     kind: CacheKind
-    values_per_token: int = 0
+    num_kv_heads: int = 0
+    k_head_dim: int = 0
+    v_head_dim: int = 0
     window_tokens: int | None = None
     state_values: int = 0
     state_float32_values: int = 0
+
+    @property
+    def values_per_token(self) -> int:
+        """Numbers kept per position, keys and values together."""
+        return self.num_kv_heads * (self.k_head_dim + self.v_head_dim)
+
+    @property
+    def buffer_values_per_token(self) -> int:
+        """Numbers kept per position in the larger of the two buffers."""
+        return self.num_kv_heads * max(self.k_head_dim, self.v_head_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,12 +166,10 @@ def _attention(config: Mapping[str, Any]) -> LayerCache:
     if config.get("kv_lora_rank"):
         latent, rope = int(config["kv_lora_rank"]), int(config["qk_rope_head_dim"])
         if config["model_type"] not in _EXPANDED_FAMILIES:
-            return LayerCache("latent", latent + rope)
-        key = int(config["qk_nope_head_dim"]) + rope
-        return LayerCache("expanded", heads * (key + int(config["v_head_dim"])))
-    kv_heads = int(config.get("num_key_value_heads") or heads)
-    head = int(config.get("head_dim") or int(config["hidden_size"]) // heads)
-    return LayerCache("full", 2 * kv_heads * head)
+            return LayerCache("latent", 1, latent, rope)
+        return LayerCache("expanded", heads, int(config["qk_nope_head_dim"]) + rope, int(config["v_head_dim"]))
+    head_dim = int(config.get("head_dim") or int(config["hidden_size"]) // heads)
+    return LayerCache("full", int(config.get("num_key_value_heads") or heads), head_dim, head_dim)
 
 
 def _gated_delta(config: Mapping[str, Any]) -> LayerCache:
@@ -196,7 +207,7 @@ def model_bytes(
         kv_bytes_per_token=shape.kv_bytes_per_token(kv_value_bytes),
         vocab_size=shape.vocab_size,
         state_bytes_per_slot=shape.state_bytes_per_slot(compute_bytes),
-        buffer_bytes_per_token=kv_value_bytes * max(layer.values_per_token for layer in shape.layers),
+        buffer_bytes_per_token=kv_value_bytes * max(layer.buffer_values_per_token for layer in shape.layers),
         activation_bytes=activation_bytes,
         runtime_bytes=RUNTIME_BYTES,
         cache_limit_bytes=0 if backend == "cpu" else activation_bytes,

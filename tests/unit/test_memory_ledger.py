@@ -70,7 +70,7 @@ def apply_fix(inputs: PlanInputs, fix: str) -> PlanInputs:
 def check(inputs: PlanInputs, plan: MemoryPlan) -> None:
     ledger = plan.ledger
     assert tuple(term.name for term in ledger.terms) == TERMS
-    assert ledger["kv_pool"].num_bytes == plan.num_blocks * inputs.block_bytes
+    assert ledger["kv_pool"].num_bytes == (plan.num_blocks + 1) * inputs.block_bytes
     assert ledger.engine_bytes <= inputs.limit_bytes
     assert plan.full_length_sequences >= 1
     assert plan.num_blocks // inputs.num_blocks_per_sequence == plan.full_length_sequences
@@ -178,7 +178,7 @@ def test_metal_limits() -> None:
     model = dataclasses.replace(DEMO, buffer_bytes_per_token=3 * 64 * 4)
     plan = plan_memory(demo(mac, model))
     assert plan.limit_bytes == 4 * GIB + DEMO.runtime_bytes
-    assert plan.num_blocks == 16 * MIB // (3 * 64 * 4 * 16)
+    assert plan.num_blocks == 16 * MIB // (3 * 64 * 4 * 16) - 1  # the null block
     assert plan.wired_limit_bytes is not None
     assert plan.wired_limit_bytes == plan.ledger.engine_bytes - DEMO.runtime_bytes <= 4 * GIB
     assert "2 sequences of 8192 tokens fit at once" in plan.warnings[0]
