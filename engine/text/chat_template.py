@@ -19,9 +19,10 @@ from engine.errors import InvalidParameterError, RequestError, UnsupportedModelE
 
 Message = dict[str, Any]
 
-_TEXT_PARTS = ("text", "input_text", "output_text")
-# Arguments of the renderer that a request must not set.
-_RESERVED = ("chat_template", "conversations", "messages", "return_assistant_tokens_mask", "tools")
+# Type of a content part -> the field that holds its text.
+_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+# Names that a request must not give to a template variable: arguments of the renderer.
+RESERVED_VARIABLES = frozenset({"chat_template", "conversations", "messages", "return_assistant_tokens_mask", "tools"})
 _PROBE = "metalslots"
 
 
@@ -43,6 +44,7 @@ class ChatTemplate:
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
+        /,
         **template_kwargs: Any,
     ) -> str:
         """Return the prompt's text. ``template_kwargs`` are variables for the template, such as ``enable_thinking``;
@@ -55,7 +57,7 @@ class ChatTemplate:
             raise RequestError(
                 "This model has no chat template. Send plain text to /v1/completions instead.", "messages"
             )
-        if reserved := sorted(set(template_kwargs) & set(_RESERVED)):
+        if reserved := sorted(RESERVED_VARIABLES & set(template_kwargs)):
             raise InvalidParameterError(f"`{reserved[0]}` cannot be set by a request.", "chat_template_kwargs")
         prepared = prepare_messages(messages)
         rendered, refusal = None, None
@@ -65,7 +67,7 @@ class ChatTemplate:
             except Exception as error:  # a template is a program of its own and may raise anything
                 refusal = refusal or error
                 continue
-            if all(message["content"].strip() in text for message in _late_system_messages(prepared)):
+            if all(content in text for content in _late_instructions(prepared)):
                 return text
             rendered = rendered or text
         if rendered is None:
@@ -134,17 +136,19 @@ def _prepare(message: Mapping[str, Any]) -> Message:
 def _content_text(content: Any) -> str:
     if content is None or isinstance(content, str):
         return content or ""
+    if not isinstance(content, list | tuple):
+        raise InvalidParameterError("`content` must be a string or a list of parts.", "messages")
     return "".join(_part_text(part) for part in content)
 
 
 def _part_text(part: Any) -> str:
     if isinstance(part, str):
         return part
-    if part.get("type") not in _TEXT_PARTS:
-        raise InvalidParameterError(
-            f"Content of type {part.get('type')!r} cannot be read: this model takes text only.", "messages"
-        )
-    return str(part["text"])
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    text = part.get(_TEXT_PARTS[kind]) if kind in _TEXT_PARTS else None
+    if not isinstance(text, str):
+        raise InvalidParameterError(f"Content of type {kind!r} cannot be read: this model takes text only.", "messages")
+    return text
 
 
 def _part(text: str) -> dict[str, str]:
@@ -167,18 +171,14 @@ def _prepare_call(call: Mapping[str, Any]) -> Message:
 def _arrangements(messages: list[Message]) -> Iterator[list[Message]]:
     """The conversation as it is, then with late system messages said by the user, then without the system role."""
     yield messages
-    num_leading = len(messages) - len(_from_first_turn(messages))
-    yield _merge([m if i < num_leading else _as_user(m) for i, m in enumerate(messages)])
+    num_leading = next((i for i, m in enumerate(messages) if m.get("role") != "system"), len(messages))
+    yield _merge([*messages[:num_leading], *(_as_user(message) for message in messages[num_leading:])])
     yield _merge([_as_user(message) for message in messages])
 
 
-def _from_first_turn(messages: list[Message]) -> list[Message]:
-    first_turn = next((i for i, message in enumerate(messages) if message.get("role") != "system"), len(messages))
-    return messages[first_turn:]
-
-
-def _late_system_messages(messages: list[Message]) -> list[Message]:
-    return [message for message in _from_first_turn(messages) if message.get("role") == "system"]
+def _late_instructions(messages: list[Message]) -> list[str]:
+    """What some templates leave out without a word: every system message but one at the very beginning."""
+    return [message["content"].strip() for message in messages[1:] if message.get("role") == "system"]
 
 
 def _as_user(message: Message) -> Message:

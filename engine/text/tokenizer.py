@@ -83,7 +83,10 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **template_kwargs: Any,
     ) -> str:
-        """Return the prompt's text; see ``ChatTemplate.render``."""
+        """Return the prompt's text; see ``ChatTemplate.render``.
+
+        ``RESERVED_VARIABLES`` of engine.text.chat_template are no names for ``template_kwargs``.
+        """
         return self._chat_template.render(messages, tools, **template_kwargs)
 
     def apply_chat_template(

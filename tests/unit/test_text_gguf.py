@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 import sentencepiece
 from tokenizers import Tokenizer as Backend
@@ -62,7 +63,7 @@ def test_what_the_gguf_package_writes_is_read(tmp_path: Path) -> None:
     writer.add_string("text", "příliš 🙂")
     writer.add_array("words", ["a", "", "你好"])
     writer.add_array("numbers", [1, -2, 3])
-    writer.add_tensor_info("w", (4, 8), "float32", 128)
+    writer.add_tensor_info("w", (4, 8), np.dtype("float32"), 128)
     with path.open("wb"):
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -105,12 +106,12 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 
 def test_digits_are_split_one_by_one() -> None:
     metadata = byte_level_metadata()
-    metadata["ggml.merges"] += ["1 2", "12 3"]
-    metadata["ggml.tokens"] = [*metadata["ggml.tokens"], "12", "123"]
-    digits = build(metadata).encode("123")
-    assert [build(metadata).token_bytes(token_id) for token_id in digits] == [b"1", b"2", b"3"]
-    joined = build({**metadata, "ggml.pre": "gpt-2"}).encode("123")
-    assert [build(metadata).token_bytes(token_id) for token_id in joined] == [b"123"]
+    metadata["ggml.merges"] += ["9 8", "98 7"]
+    metadata["ggml.tokens"] = [*metadata["ggml.tokens"], "98", "987"]
+    digits = build(metadata).encode("987")
+    assert [build(metadata).token_bytes(token_id) for token_id in digits] == [b"9", b"8", b"7"]
+    joined = build({**metadata, "ggml.pre": "gpt-2"}).encode("987")
+    assert [build(metadata).token_bytes(token_id) for token_id in joined] == [b"987"]
 
 
 def test_qwen2_equals_the_tokenizer_of_transformers() -> None:
@@ -210,7 +211,7 @@ def test_what_is_not_known_is_refused(more: dict[str, Any]) -> None:
     assert "mlx-lm" in caught.value.fix
 
 
-def sentencepiece_model(tmp_path: Path) -> sentencepiece.SentencePieceProcessor:
+def sentencepiece_model() -> sentencepiece.SentencePieceProcessor:
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(CORPUS * 4),
@@ -229,18 +230,9 @@ def sentencepiece_model(tmp_path: Path) -> sentencepiece.SentencePieceProcessor:
 
 def sentencepiece_metadata(model: sentencepiece.SentencePieceProcessor) -> dict[str, Any]:
     ids = range(model.get_piece_size())
-    kinds = [
-        UNKNOWN
-        if model.is_unknown(i)
-        else CONTROL
-        if model.is_control(i)
-        else BYTE
-        if model.is_byte(i)
-        else USER_DEFINED
-        if model.id_to_piece(i) == "<think>"
-        else NORMAL
-        for i in ids
-    ]
+    marks = ((UNKNOWN, model.is_unknown), (CONTROL, model.is_control), (BYTE, model.is_byte))
+    kinds = [next((kind for kind, is_of_kind in marks if is_of_kind(i)), NORMAL) for i in ids]
+    kinds[model.piece_to_id("<think>")] = USER_DEFINED
     return {
         "ggml.model": "llama",
         "ggml.tokens": [model.id_to_piece(i) for i in ids],
@@ -252,8 +244,8 @@ def sentencepiece_metadata(model: sentencepiece.SentencePieceProcessor) -> dict[
     }
 
 
-def test_sentencepiece_equals_the_sentencepiece_library(tmp_path: Path) -> None:
-    model = sentencepiece_model(tmp_path)
+def test_sentencepiece_equals_the_sentencepiece_library() -> None:
+    model = sentencepiece_model()
     tokenizer = build(sentencepiece_metadata(model))
     for text in (*HARD_TEXTS, *random_texts(3)):
         row = model.encode(text)
@@ -262,7 +254,7 @@ def test_sentencepiece_equals_the_sentencepiece_library(tmp_path: Path) -> None:
     assert tokenizer.encode("fox", add_special_tokens=True) == [model.bos_id(), *model.encode("fox")]
 
 
-def test_sentencepiece_without_scores_is_refused(tmp_path: Path) -> None:
-    metadata = sentencepiece_metadata(sentencepiece_model(tmp_path))
+def test_sentencepiece_without_scores_is_refused() -> None:
+    metadata = sentencepiece_metadata(sentencepiece_model())
     with pytest.raises(UnsupportedModelError, match="0 scores"):
         build({**metadata, "ggml.scores": []})
