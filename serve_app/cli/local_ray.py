@@ -1,0 +1,107 @@
+"""A Ray of our own on this machine: started, owned and ended by one process.
+
+Owns: the settings of a single-machine Ray, its private folder, its secret, and the orderly end of every process that
+it started. Must not know: what is deployed on it. Never attaches to a Ray that is already running.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from serve_app.config import ray_environment
+
+OBJECT_STORE_BYTES = 256 * 2**20
+# Tokens and prompts go over gRPC, so the object store stays almost empty; unified memory is for the KV pool.
+KILL_GRACE_S = 5.0
+
+
+class LocalRay:
+    """One Ray instance, started by ``start`` and gone after ``stop``, whatever happened between."""
+
+    def __init__(self) -> None:
+        # Short: a Unix socket path below it may have 103 bytes on macOS.
+        self.folder = Path(tempfile.mkdtemp(prefix="mslots-", dir=_short_temp_dir()))
+        self.address = ""
+        self.token = secrets.token_hex(32)
+
+    def start(self) -> None:
+        """Start Ray with one ``metal`` resource. Raises what Ray raises when it cannot start."""
+        # RAY_ADDRESS would make this process join somebody else's cluster.
+        for name in [key for key in os.environ if key.startswith(("RAY_ADDRESS", "RAY_AUTH_"))]:
+            del os.environ[name]
+        os.environ.update(ray_environment())
+        # A secret of this instance, in the environment and not in a file or on a command line: Ray listens on all
+        # interfaces, and without a token anyone on the network could run code here.
+        os.environ.update({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token})
+        import ray
+
+        context: Any = ray.init(
+            address="local",
+            # Logical: many small actors (controller, proxy, ingress) must be placeable on a small machine.
+            num_cpus=max(8, os.cpu_count() or 1),
+            resources={"metal": 1},
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            _temp_dir=str(self.folder),
+            _node_ip_address="127.0.0.1",
+        )
+        self.address = str(context.address_info["address"])
+
+    @property
+    def log_folder(self) -> Path:
+        """Where Ray and the replicas write their logs."""
+        return self.folder / "session_latest" / "logs"
+
+    def alive(self) -> bool:
+        """Whether Ray's node process still runs; without it nothing on this machine can be served."""
+        names = {process.name() for process in psutil.Process().children() if process.status() != psutil.STATUS_ZOMBIE}
+        return "raylet" in names
+
+    def stop(self) -> None:
+        """End Serve, then Ray, then whatever of our children is still there, then the private folder."""
+        children = psutil.Process().children(recursive=True)
+        with contextlib.suppress(Exception):
+            _shut_down_ray()
+        end_processes(children, KILL_GRACE_S)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _shut_down_ray() -> None:
+    import ray
+    from ray import serve
+
+    end_serve: Any = serve.shutdown
+    end_ray: Any = ray.shutdown
+    if ray.is_initialized():
+        try:
+            end_serve()
+        finally:
+            end_ray()
+
+
+def end_processes(processes: list[psutil.Process], grace_s: float) -> None:
+    """Ask the processes to end, and kill those that have not after ``grace_s`` seconds."""
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            process.terminate()
+    _, alive = psutil.wait_procs(processes, timeout=grace_s)
+    for process in alive:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(alive, timeout=grace_s)
+
+
+def _short_temp_dir() -> str:
+    folder = tempfile.gettempdir()
+    return folder if len(folder) <= 24 else "/tmp"

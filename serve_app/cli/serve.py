@@ -1,0 +1,104 @@
+"""`metalslots serve`: one command from nothing to an answered question.
+
+Owns: the order of things (check, say where things are, start Ray, deploy, ask, stay, stop) and what is printed.
+Must not know: how a model is loaded or a request is routed.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import typer
+
+from engine.model_source import ModelSource, resolve_model
+from serve_app.cli.console import CommandFailedError, err, out, progress, reports_errors
+from serve_app.cli.deploy import ask, deploy
+from serve_app.cli.local_ray import LocalRay
+from serve_app.cli.serve_checks import check_disk, check_port
+from serve_app.cli.serve_settings import ServeOptions, app_settings
+from serve_app.config import AppConfig
+
+QUESTION = "What is the capital of France?"
+WATCH_PERIOD_S = 1.0
+
+
+@reports_errors
+def serve(
+    config: Annotated[Path | None, typer.Option(help="An app file (configs/apps/*.yaml).")] = None,
+    model: Annotated[str | None, typer.Option(help="demo, a folder, a .gguf file, or a Hugging Face id.")] = None,
+    slots: Annotated[str | None, typer.Option(help="Conversations decoded together: a number, or auto.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on.", min=1, max=65535)] = None,
+) -> None:
+    """Start the endpoint on this machine, ask it one question, and stay until Ctrl-C.
+
+    Starts a Ray of its own and never joins one that is already running.
+    """
+    settings = app_settings(ServeOptions(config, model, slots, host, port))
+    sources = [resolve_model(engine.model) for engine in settings.engines]
+    check_port(settings.host, settings.port)
+    stop = _StopSignal()
+    ray = LocalRay()
+    try:
+        check_disk(ray.folder)
+        _say_where(settings, sources, ray)
+        _start(settings, ray)
+        stop.wait_while(ray.alive)
+    finally:
+        stop.ignore()
+        err.print("stopping; running answers get time to finish")
+        ray.stop()
+        err.print("stopped")
+
+
+class _StopSignal:
+    """Ctrl-C and SIGTERM: they interrupt start-up, and end the stay."""
+
+    def __init__(self) -> None:
+        self._asked = threading.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._interrupt)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        self._asked.set()
+        raise KeyboardInterrupt
+
+    def wait_while(self, alive: Callable[[], bool]) -> None:
+        """Return at the signal. Raises CommandFailedError when ``alive()`` turns false before."""
+        try:
+            while not self._asked.wait(WATCH_PERIOD_S):
+                if not alive():
+                    raise CommandFailedError("Ray has ended by itself.", "start again; its logs are named above")
+        except KeyboardInterrupt:
+            return
+
+    def ignore(self) -> None:
+        """From now on nothing interrupts: the orderly end is bounded in time."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+
+
+def _say_where(settings: AppConfig, sources: list[ModelSource], ray: LocalRay) -> None:
+    for model, source in zip(settings.models, sources, strict=True):
+        out.print(f"model     {model.name} ({source.path}), slots: {model.engine.slots}", soft_wrap=True)
+    out.print(f"address   http://{settings.host}:{settings.port}")
+    out.print(f"logs      {ray.log_folder}", soft_wrap=True)
+
+
+def _start(settings: AppConfig, ray: LocalRay) -> None:
+    from serve_app.app import run_app
+
+    with progress("starting Ray") as update:
+        ray.start()
+        update("starting the app", None)
+        deploy(lambda: run_app(settings), update, ray.log_folder)
+        update("asking one question", None)
+        url = f"http://{settings.host}:{settings.port}"
+        answer = ask(url, settings.models[0].name, QUESTION)
+    out.print(f"\n[bold]{QUESTION}[/]\n{answer}\n", soft_wrap=True)
+    out.print(f"ready: [bold]{url}/v1[/] (OpenAI API), {url}/status. Ctrl-C stops it.", soft_wrap=True)

@@ -1,0 +1,68 @@
+"""What must hold on this machine before `serve` starts anything, each failure with its cause and one fix.
+
+Owns: checks of the port, the disk and the model's files. Must not know: Ray or MLX; memory is the engine's own check.
+"""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import socket
+from pathlib import Path
+
+import psutil
+
+from engine.errors import ConfigError
+from serve_app.cli.console import CommandFailedError
+
+# Ray's session folder and logs; models are not counted, since they are fetched elsewhere.
+MIN_FREE_DISK_BYTES = 500 * 2**20
+
+
+def check_port(host: str, port: int) -> None:
+    """Raise CommandFailedError naming the program that holds the port, where the system tells."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise _port_error(host, port, error) from error
+
+
+def _port_error(host: str, port: int, error: OSError) -> CommandFailedError | ConfigError:
+    if error.errno == errno.EADDRINUSE:
+        return CommandFailedError(
+            f"Port {port} on {host} is taken{_holder(port)}.",
+            f"stop that program, or choose another port: metalslots serve --port {port + 1}",
+        )
+    if error.errno == errno.EACCES:
+        return CommandFailedError(
+            f"This user may not listen on port {port}.", "choose a port above 1023, for example --port 8000"
+        )
+    return ConfigError(f"{host} is no address of this machine ({error.strerror}).", "use --host 127.0.0.1")
+
+
+def _holder(port: int) -> str:
+    try:
+        connections = psutil.net_connections(kind="tcp")
+    except psutil.Error:
+        return ""
+    for connection in connections:
+        if connection.status == psutil.CONN_LISTEN and connection.laddr[1:2] == (port,) and connection.pid:
+            try:
+                return f" by {psutil.Process(connection.pid).name()} (process {connection.pid})"
+            except psutil.Error:
+                return f" by process {connection.pid}"
+    return ""
+
+
+def check_disk(folder: Path) -> None:
+    """Raise CommandFailedError when logs and sockets would not fit."""
+    free_bytes = shutil.disk_usage(folder).free
+    if free_bytes < MIN_FREE_DISK_BYTES:
+        raise CommandFailedError(
+            f"{folder} has {free_bytes // 2**20} MiB free; at least {MIN_FREE_DISK_BYTES // 2**20} MiB are needed "
+            "for logs and sockets.",
+            "free some space there, or set TMPDIR to a folder on another disk",
+        )
