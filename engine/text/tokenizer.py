@@ -2,9 +2,9 @@
 
 Owns: one object that every thread of a process may use at once. Must not know: files' formats, requests, MLX.
 
-Threads: ``tokenizers`` counts borrows like Rust does, and raises "Already borrowed" when one thread changes a setting
-(padding, truncation, special tokens) while another encodes; ``transformers`` may change settings in any call. So
-settings are fixed when the tokenizer is loaded, and the object is only read afterwards.
+Threads: padding, truncation and the treatment of special tokens are settings of the shared ``tokenizers`` object, and
+``transformers`` sets them in its calls. One thread's setting then acts on another's text (or, in older releases, raises
+"Already borrowed"). Here they are fixed when the tokenizer is loaded, and the object is only read afterwards.
 """
 
 from __future__ import annotations
