@@ -1,4 +1,4 @@
-"""Reads what a model's files say of it, without reading weights.
+"""Reads what a model's files say of it, here or on the hub, without reading weights.
 
 Owns: config.json, the safetensors index and headers, the head of a GGUF file. Must not know: what the numbers are for.
 """
@@ -8,14 +8,14 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.errors import ModelNotFoundError, UnsupportedModelError
+from engine.errors import EngineError, ModelNotFoundError, UnsupportedModelError
 from engine.memory.preflight import Weights
-from engine.model_source import ModelSource
+from engine.model_source import DEMO_MODEL, ModelSource, resolve_model
 from engine.text.gguf_metadata import read_gguf_metadata, read_gguf_tensors
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -46,16 +46,43 @@ class ModelFiles:
     weights: Weights
 
 
+def describe_model_files(name: str) -> ModelFiles:
+    """Read the model that ``name`` stands for in a configuration; of a hub id only headers are fetched.
+
+    Raises ModelNotFoundError or UnsupportedModelError.
+    """
+    local = name == DEMO_MODEL or Path(name).expanduser().exists() or Path(name).suffix == ".gguf"
+    if local or name.count("/") != 1 or name.startswith((".", "/", "~")):
+        return read_model_files(resolve_model(name))
+    return _hub_files(name)
+
+
 def read_model_files(source: ModelSource) -> ModelFiles:
     """Read configuration and headers. Raises ModelNotFoundError or UnsupportedModelError with the file at fault."""
     if source.kind == "gguf":
         return ModelFiles(_gguf_config(source.path), _gguf_weights(source.path))
     config = _read_json(source.path / "config.json")
-    group_size = int((config.get("quantization") or {}).get("group_size", 64))
     files = sorted(source.path.glob("*.safetensors"))
     if files:
-        return ModelFiles(config, _safetensors_weights(files, group_size))
+        return ModelFiles(config, _weights((entry for path in files for entry in _entries(path)), config))
     return ModelFiles(config, _indexed_weights(source.path / INDEX_FILE))
+
+
+def _hub_files(name: str) -> ModelFiles:
+    from huggingface_hub import get_safetensors_metadata, hf_hub_download
+
+    try:
+        config = _read_json(Path(hf_hub_download(name, "config.json")))
+        headers = get_safetensors_metadata(name).files_metadata.values()
+    except EngineError:
+        raise
+    except Exception as error:
+        raise ModelNotFoundError(
+            f"The hub did not answer for {name!r}: {type(error).__name__}.", "check the name and the connection"
+        ) from error
+    tensors = (pair for header in headers for pair in header.tensors.items())
+    entries = (_Entry(key, math.prod(info.shape), info.data_offsets[1] - info.data_offsets[0]) for key, info in tensors)
+    return ModelFiles(config, _weights(entries, config))
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -80,31 +107,41 @@ def _indexed_weights(path: Path) -> Weights:
     return Weights(packed_bytes, int(metadata.get("total_parameters") or packed_bytes // 2))
 
 
-def _safetensors_weights(files: list[Path], group_size: int) -> Weights:
-    entries = {name: entry for path in files for name, entry in _safetensors_entries(path)}
-    packed_bytes = num_values = 0
-    for name, entry in entries.items():
-        start, end = entry["data_offsets"]
-        packed_bytes += end - start
-        stem, _, part = name.rpartition(".")
-        scales = entries.get(f"{stem}.scales")
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """One tensor of a safetensors header."""
+
+    name: str
+    num_values: int
+    num_bytes: int
+
+
+def _weights(entries: Iterable[_Entry], config: Mapping[str, Any]) -> Weights:
+    group_size = int((config.get("quantization") or {}).get("group_size", 64))
+    kept = {entry.name: entry for entry in entries if not entry.name.startswith(_LEFT_OUT)}
+    num_values = 0
+    for entry in kept.values():
+        stem, _, part = entry.name.rpartition(".")
+        scales = kept.get(f"{stem}.scales")
         if scales is None:
-            num_values += math.prod(entry["shape"])
+            num_values += entry.num_values
         elif part == "weight":
-            num_values += math.prod(scales["shape"]) * group_size
-    return Weights(packed_bytes, num_values)
+            num_values += scales.num_values * group_size
+    return Weights(sum(entry.num_bytes for entry in kept.values()), num_values)
 
 
-def _safetensors_entries(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _entries(path: Path) -> list[_Entry]:
     try:
         with path.open("rb") as stream:
             (length,) = _LENGTH.unpack(stream.read(_LENGTH.size))
             header = json.loads(stream.read(length))
     except (OSError, ValueError, struct.error) as error:
         raise UnsupportedModelError(f"{path} is no safetensors file: {error}.", "fetch the file again") from error
-    for name, entry in header.items():
-        if name != "__metadata__" and not name.startswith(_LEFT_OUT):
-            yield name, entry
+    header.pop("__metadata__", None)
+    return [
+        _Entry(name, math.prod(entry["shape"]), entry["data_offsets"][1] - entry["data_offsets"][0])
+        for name, entry in header.items()
+    ]
 
 
 def _gguf_config(path: Path) -> dict[str, Any]:

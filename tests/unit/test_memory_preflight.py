@@ -1,0 +1,178 @@
+"""What a model takes, from its configuration and headers alone: layer kinds, bytes, and plans by context length."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.core.model_files import ModelFiles, read_model_files
+from engine.errors import ModelNotFoundError, UnsupportedModelError
+from engine.memory.plan_inputs import GIB, MIB, PlanInputs
+from engine.memory.preflight import mac_memory, model_bytes, plan_contexts, read_shape
+from engine.model_source import ModelSource, resolve_model
+
+KIB = 2**10
+SHAPES = Path(__file__).parents[2] / "configs/models"
+
+
+def shape_files(name: str) -> ModelFiles:
+    return read_model_files(resolve_model(str(SHAPES / name)))
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "kv_bytes_per_token", "state_bytes_per_slot", "num_values"),
+    [
+        ("llama-3.1-8b", {"full": 32}, 128 * KIB, 0, 8_030_261_248),
+        ("llama-3.3-70b", {"full": 80}, 320 * KIB, 0, 70_553_706_496),
+        ("qwen3-30b-a3b", {"full": 48}, 96 * KIB, 0, 30_532_122_624),
+        ("qwen3-next-80b-a3b", {"recurrent": 36, "full": 12}, 24 * KIB, 77_266_944, 79_674_391_296),
+        ("gemma-3-27b", {"window": 52, "full": 10}, 496 * KIB, 0, 27_009_346_304),
+        ("deepseek-v2-lite", {"expanded": 27}, 270 * KIB, 0, 15_706_484_224),
+    ],
+)
+def test_real_shapes(
+    name: str, layers: dict[str, int], kv_bytes_per_token: int, state_bytes_per_slot: int, num_values: int
+) -> None:
+    files = shape_files(name)
+    shape = read_shape(files.config)
+    assert shape.num_layers_by_kind == layers
+    assert shape.kv_bytes_per_token(2) == kv_bytes_per_token
+    assert shape.state_bytes_per_slot(2) == state_bytes_per_slot
+    assert files.weights.num_values == num_values
+    # Four bits and a half-precision scale and bias for each 64: 4.5 bits, norms a little more.
+    assert 4.5 <= files.weights.packed_bytes * 8 / num_values < 4.51
+
+
+def test_windows_and_latents_are_told_apart_per_layer() -> None:
+    gemma = read_shape(shape_files("gemma-3-27b").config)
+    assert [layer.window_tokens for layer in gemma.layers[:6]] == [1024] * 5 + [None]
+    config = {**shape_files("deepseek-v2-lite").config, "model_type": "deepseek_v3"}
+    latent = read_shape(config).layers[0]
+    assert (latent.kind, latent.values_per_token, latent.buffer_values_per_token) == ("latent", 576, 512)
+
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "vocab_size": 100,
+    "max_position_embeddings": 512,
+}
+
+
+@pytest.mark.parametrize(
+    ("extra", "kinds"),
+    [
+        ({}, ["full"] * 3),
+        ({"sliding_window": 128}, ["full"] * 3),  # mlx-lm's llama reads layer_types only
+        (
+            {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 128},
+            ["window", "full", "window"],
+        ),
+        ({"text_config": {"num_hidden_layers": 2}}, ["full"] * 2),
+    ],
+)
+def test_layer_kinds(extra: dict[str, Any], kinds: list[str]) -> None:
+    shape = read_shape({**LLAMA, **extra})
+    assert [layer.kind for layer in shape.layers] == kinds
+    assert shape.layers[0].values_per_token == 2 * 4 * 16
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({key: value for key, value in LLAMA.items() if key != "vocab_size"}, "vocab_size"),
+        ({**LLAMA, "hybrid_override_pattern": "M*M"}, "hybrid_override_pattern"),
+        ({**LLAMA, "layer_types": ["mamba"] * 3}, "'mamba'"),
+    ],
+)
+def test_what_cannot_be_told_is_refused(config: dict[str, Any], said: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=said):
+        read_shape(config)
+
+
+def test_the_demo_on_either_backend() -> None:
+    files = read_model_files(resolve_model("demo"))
+    shape = read_shape(files.config)
+    assert files.weights.num_values == 134_515_008
+    cpu, metal = (model_bytes(shape, files.weights, backend, 512) for backend in ("cpu", "metal"))
+    assert cpu.weights_bytes == 538_060_032
+    assert cpu.kv_bytes_per_token == 45 * KIB
+    assert metal.kv_bytes_per_token == 45 * KIB // 2
+    assert metal.weights_bytes < 100 * 10**6
+    assert cpu.buffer_bytes_per_token == 3 * 64 * 4
+
+
+def write_safetensors(path: Path, tensors: dict[str, tuple[list[int], int]]) -> None:
+    header, offset = {}, 0
+    for name, (shape, num_bytes) in tensors.items():
+        header[name] = {"dtype": "U32", "shape": shape, "data_offsets": [offset, offset + num_bytes]}
+        offset += num_bytes
+    text = json.dumps({**header, "__metadata__": {"format": "mlx"}}).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text)
+
+
+def folder(path: Path, config: dict[str, Any]) -> ModelSource:
+    (path / "config.json").write_text(json.dumps(config))
+    return ModelSource("x", "folder", path, "r")
+
+
+def test_headers_count_what_packed_weights_stand_for(tmp_path: Path) -> None:
+    write_safetensors(
+        tmp_path / "a.safetensors",
+        {
+            "model.q.weight": ([64, 8], 2048),
+            "model.q.scales": ([64, 2], 256),
+            "model.q.biases": ([64, 2], 256),
+            "vision_tower.x.weight": ([1000], 4000),
+        },
+    )
+    write_safetensors(tmp_path / "b.safetensors", {"model.norm.weight": ([64], 128)})
+    weights = read_model_files(folder(tmp_path, {**LLAMA, "quantization": {"group_size": 32, "bits": 4}})).weights
+    assert weights.packed_bytes == 2048 + 256 + 256 + 128
+    assert weights.num_values == 64 * 2 * 32 + 64
+
+
+def test_missing_or_broken_files_are_named(tmp_path: Path) -> None:
+    source = folder(tmp_path, LLAMA)
+    with pytest.raises(ModelNotFoundError, match=r"model\.safetensors\.index\.json"):
+        read_model_files(source)
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(UnsupportedModelError, match="how large"):
+        read_model_files(source)
+    (tmp_path / "model.safetensors").write_bytes(b"\1\2")
+    with pytest.raises(UnsupportedModelError, match="no safetensors file"):
+        read_model_files(source)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UnsupportedModelError, match="not valid JSON"):
+        read_model_files(source)
+
+
+def test_plans_by_context_length() -> None:
+    files = shape_files("llama-3.1-8b")
+    shape = read_shape(files.config)
+    machine = mac_memory(16 * GIB)
+    inputs = PlanInputs(machine, model_bytes(shape, files.weights, "metal", 512), shape.max_model_len)
+    short, long = plan_contexts(inputs, [4096, 131_072])
+    assert short.sequence_bytes == 257 * 16 * 128 * KIB
+    assert short.slots_that_fit == 9
+    assert short.plan is not None
+    assert short.plan.slots == 9
+    assert (long.plan, long.slots_that_fit) == (None, 0)
+    assert long.fix == "set `max_model_len: 40960`"
+    assert "weights 4.21 GiB (computed)" in long.error
+
+
+@pytest.mark.parametrize(("gib", "working_set_gib"), [(16, 10 + 2 / 3), (32, 21 + 1 / 3), (36, 27), (192, 144)])
+def test_metal_limits_of_a_mac_that_is_not_here(gib: int, working_set_gib: float) -> None:
+    machine = mac_memory(gib * GIB)
+    assert machine.working_set_bytes == pytest.approx(working_set_gib * GIB, abs=1)
+    assert machine.foreign_bytes is None
+    inputs = PlanInputs(machine, model_bytes(read_shape(LLAMA), shape_files("llama-3.1-8b").weights, "metal", 64), 512)
+    assert inputs.limit_bytes <= working_set_gib * GIB + 1024 * MIB
