@@ -116,6 +116,16 @@ class AsyncEngine:
             raise EngineDeadError("The engine has not started.")
         return self._supervisor.started.facts
 
+    @property
+    def engine_pid(self) -> int | None:
+        """The process that holds the model: this one when the engine is a thread. None before the first start."""
+        return self._supervisor.pid
+
+    @property
+    def num_restarts(self) -> int:
+        """How often the engine was started again in place."""
+        return max(0, self._supervisor.num_lives - 1)
+
     async def start(self, on_progress: OnProgress | None = None) -> None:
         """Load the model. Raises StartupError as the engine raised it, or EngineDeadError."""
         await self._supervisor.start(on_progress)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 from engine.core.engine_core import EngineCore
 from engine.core.messages import (
+    Abandon,
     Cancel,
     Failed,
     FromEngine,
@@ -81,7 +82,8 @@ class EngineLoop:
         try:
             self._serve(core)
         except Exception as error:
-            logger.exception("the engine loop ends")
+            # The cause of an EngineDeadError has been logged where it happened.
+            logger.error("the engine loop ends: %s", error, exc_info=not isinstance(error, EngineDeadError))
             # Told before the model is freed, which can take seconds: the front fails or moves its requests at once.
             self._emit(Failed(_dead_error(error)))
             return False
@@ -127,6 +129,8 @@ class EngineLoop:
                 stop_at_s = self._clock() + message.grace_s
                 # A second, more hurried shutdown wins; a second, more patient one does not.
                 self._stop_at_s = stop_at_s if self._stop_at_s is None else min(self._stop_at_s, stop_at_s)
+            case Abandon():
+                raise EngineDeadError(message.why)
             case _:
                 raise AssertionError(f"unexpected message {type(message).__name__}")
 

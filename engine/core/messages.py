@@ -49,6 +49,13 @@ class Shutdown:
 
 
 @dataclass(frozen=True, slots=True)
+class Abandon:
+    """Free the model and end, with no word to the requests: their front is gone, or will give them to the next life."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Progress:
     """How far start-up is: ``fraction`` of ``stage`` is done; None where it cannot be known."""
 
@@ -98,7 +105,7 @@ class Stopped:
     """The loop has ended as it was told to, and has freed the model."""
 
 
-ToEngine = Launch | Submit | Cancel | Shutdown
+ToEngine = Launch | Submit | Cancel | Shutdown | Abandon
 FromEngine = Progress | Started | Outputs | Failed | Stopped
 OnProgress = Callable[[Progress], None]
 

@@ -23,7 +23,7 @@ from engine.config import EngineConfig
 from engine.core.engine_core import EngineCore
 from engine.core.engine_loop import EngineLoop
 from engine.core.faults import FaultKind, FaultyRunner
-from engine.core.messages import FromEngine, Launch, OnProgress, Shutdown
+from engine.core.messages import Abandon, FromEngine, Launch, OnProgress
 from engine.core.wire import Decoder, encode
 from engine.errors import StartupError
 
@@ -66,7 +66,7 @@ class _EngineProcess:
             pass
         if self._launch is None:
             return EXIT_STOPPED
-        self._engine.post(Shutdown(0.0))
+        self._engine.post(Abandon("Its parent process is gone."))
         self._thread.join(self._launch.teardown_s)
         if self._thread.is_alive():
             logger.error("the loop did not end in %.1f s; leaving by force from here:", self._launch.teardown_s)
@@ -119,9 +119,9 @@ class _EngineProcess:
         try:
             self._connection.sendall(encode(message))
         except OSError:
-            self._engine.post(Shutdown(0.0))
+            self._engine.post(Abandon("Its parent process is gone."))
 
     def _on_signal(self, number: int, _frame: object) -> None:
         # SimpleQueue.put may be called inside a signal handler.
         self._signalled = True
-        self._engine.post(Shutdown(0.0))
+        self._engine.post(Abandon(f"It received {signal.Signals(number).name}."))

@@ -80,6 +80,11 @@ class Supervisor:
         self._task: asyncio.Task[None] | None = None
 
     @property
+    def pid(self) -> int | None:
+        """The process of the present life."""
+        return self._transport.pid if self._transport is not None else None
+
+    @property
     def heard_age_s(self) -> float:
         """Seconds since the engine said anything, or since it was given something to do."""
         return time.monotonic() - self._heard_s
@@ -206,7 +211,8 @@ class Supervisor:
             if silence_left_s <= 0:
                 end(EngineDeadError(f"The engine has made no progress for {limit_s:g} s with work to do."))
                 return
-            await asyncio.sleep(silence_left_s)
+            # Never longer than the shorter limit: it may come to hold at any moment.
+            await asyncio.sleep(min(silence_left_s, self._watchdog_s))
 
 
 def _as_dead(error: EngineError) -> EngineDeadError:

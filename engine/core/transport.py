@@ -7,6 +7,7 @@ requests, restart policy.
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable
 from typing import Protocol
@@ -22,6 +23,11 @@ OnEnded = Callable[[EngineDeadError], None]
 
 class Transport(Protocol):
     """One life of an engine. All methods and callbacks belong to the event loop that called ``launch``."""
+
+    @property
+    def pid(self) -> int | None:
+        """The process that the engine runs in."""
+        ...
 
     async def launch(self, on_message: OnMessage, on_ended: OnEnded) -> None:
         """Start the engine. ``on_ended`` is called once, after the last message, when nothing more can come."""
@@ -51,6 +57,11 @@ class ThreadTransport:
         self._teardown_s = teardown_s
         self._engine: EngineLoop | None = None
         self._ended = asyncio.Event()
+
+    @property
+    def pid(self) -> int | None:
+        """This process."""
+        return os.getpid()
 
     async def launch(self, on_message: OnMessage, on_ended: OnEnded) -> None:
         """Start the thread."""
