@@ -111,7 +111,9 @@ async def with_silences(items: AsyncIterator[T], silence_s: float) -> AsyncGener
                 yield None
             item = arriving.result()
         finally:
-            arriving.cancel()
+            if arriving.cancel():
+                # The call can be closed only when nobody waits for its next message any more.
+                await asyncio.wait((arriving,))
         if isinstance(item, _End):
             return
         yield item

@@ -10,9 +10,7 @@ import asyncio
 import logging
 import platform
 from collections.abc import AsyncGenerator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from functools import partial
 
 import ray
 from ray import serve
@@ -20,7 +18,6 @@ from ray import serve
 from engine.config import EngineConfig
 from engine.core.async_engine import AsyncEngine
 from engine.core.engine_core import EngineCore
-from engine.core.generation import GenerationDelta
 from engine.core.messages import Progress
 from engine.errors import EngineDeadError, EngineError, StartupError
 from engine.interfaces import EngineStatus
@@ -28,14 +25,9 @@ from engine.model_source import resolve_model
 from engine.text.tokenizer import Tokenizer, load_tokenizer
 from serve_app.config import ModelConfig, ReplicaConfig
 from serve_app.protocol import Deltas, GenerateCall, ReplicaStatus
-from serve_app.replica.fold import CallFolder
-from serve_app.replica.prompts import echo_texts, engine_requests, require_room_in_queue
+from serve_app.replica.calls import CallRunner
 from serve_app.replica.startup_board import BoardWriter
 from serve_app.replica.stats import autoscaling_stats, routing_stats
-from serve_app.replica.stream import batches
-
-# Tokenizing a long prompt takes tens of milliseconds: off the event loop, and no more at once than leaves it a core.
-NUM_TEXT_THREADS = 2
 
 logger = logging.getLogger(__name__)
 
@@ -46,30 +38,25 @@ class MetalReplica:
     # Serve awaits it: an engine belongs to the event loop that it is made on.
     async def __init__(self, model: ModelConfig, config: ReplicaConfig) -> None:  # type: ignore[misc]
         self._model = model
-        self._config = config
-        self._num_open_calls = 0
-        self._text_threads = ThreadPoolExecutor(NUM_TEXT_THREADS, thread_name_prefix="text")
+        self._in_thread = config.engine_runs == "thread"
         board = BoardWriter()
         try:
-            self._tokenizer, self._engine = await self._load(board)
+            tokenizer, self._engine = await self._load(board)
         except EngineError as error:
             board.failed(error if isinstance(error, StartupError) else StartupError(error.message))
             raise
+        self._calls = CallRunner(
+            self._engine,
+            tokenizer,
+            flush_interval_s=config.flush_interval_ms / 1000,
+            max_waiting_requests=model.engine.max_waiting_requests,
+        )
 
     async def generate(self, call: GenerateCall) -> AsyncGenerator[Deltas, None]:
-        """Yield the answer: the first token at once, then what came in each flush interval, the rest at the end.
-
-        Raises RequestError and AdmissionRefusedError before the first message. Closing or cancelling it frees the slots
-        within a step.
-        """
-        self._num_open_calls += 1
-        try:
-            folder, streams = await self._open(call)
-            async with aclosing(batches(streams, self._config.flush_interval_ms / 1000)) as arriving:
-                async for arrived in arriving:
-                    yield folder.fold(arrived)
-        finally:
-            self._num_open_calls -= 1
+        """Yield the answer's messages. Errors and timing as ``CallRunner.generate``."""
+        async with aclosing(self._calls.generate(call)) as messages:
+            async for message in messages:
+                yield message
 
     async def status(self) -> ReplicaStatus:
         """What this replica says of itself; never waits for the engine."""
@@ -79,7 +66,7 @@ class MetalReplica:
             host=platform.node(),
             model=self._model.name,
             ready=self._engine.ready,
-            num_open_calls=self._num_open_calls,
+            num_open_calls=self._calls.num_open,
             engine=self._engine_status(),
         )
 
@@ -110,7 +97,7 @@ class MetalReplica:
         board.progress("reading the tokenizer")
         source = await asyncio.to_thread(resolve_model, self._model.engine.model)
         tokenizer = await asyncio.to_thread(load_tokenizer, source)
-        engine = make_engine(self._model.engine, tokenizer, in_thread=self._config.engine_runs == "thread")
+        engine = make_engine(self._model.engine, tokenizer, in_thread=self._in_thread)
 
         def report(progress: Progress) -> None:
             board.progress(progress.stage, progress.fraction)
@@ -121,15 +108,6 @@ class MetalReplica:
             await engine.close()
             raise
         return tokenizer, engine
-
-    async def _open(self, call: GenerateCall) -> tuple[CallFolder, list[AsyncGenerator[GenerationDelta, None]]]:
-        status = self._engine.status()
-        require_room_in_queue(call, status.scheduler.slots + self._model.engine.max_waiting_requests)
-        prepare = partial(engine_requests, call, self._tokenizer, status.model.max_model_len)
-        requests = await asyncio.get_running_loop().run_in_executor(self._text_threads, prepare)
-        echo = echo_texts(call, self._tokenizer) if call.echo else ()
-        folder = CallFolder(self._tokenizer, call.num_prompts, call.n, echo)
-        return folder, [self._engine.generate(request) for request in requests]
 
     def _engine_status(self) -> EngineStatus | None:
         try:

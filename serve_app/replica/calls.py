@@ -1,0 +1,65 @@
+"""Answers calls with an engine: prompts in, messages out.
+
+Owns: one call from its arrival to its last message. Must not know: Ray, HTTP, how the engine was made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from functools import partial
+
+from engine.core.async_engine import AsyncEngine
+from engine.core.generation import GenerationDelta
+from engine.text.tokenizer import Tokenizer
+from serve_app.protocol import Deltas, GenerateCall
+from serve_app.replica.fold import CallFolder
+from serve_app.replica.prompts import echo_texts, engine_requests, require_room_in_queue
+from serve_app.replica.stream import batches
+
+# Tokenizing a long prompt takes tens of milliseconds: off the event loop, and no more at once than leaves it a core.
+NUM_TEXT_THREADS = 2
+
+
+class CallRunner:
+    """Everything that a replica does for calls. Belongs to the engine's event loop."""
+
+    def __init__(
+        self, engine: AsyncEngine, tokenizer: Tokenizer, *, flush_interval_s: float, max_waiting_requests: int
+    ) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._flush_interval_s = flush_interval_s
+        self._max_waiting_requests = max_waiting_requests
+        self._text_threads = ThreadPoolExecutor(NUM_TEXT_THREADS, thread_name_prefix="text")
+        self.num_open = 0
+
+    async def generate(self, call: GenerateCall) -> AsyncGenerator[Deltas, None]:
+        """Yield the answer: the first token at once, then what came in each flush interval, the rest at the end.
+
+        Raises RequestError and AdmissionRefusedError before the first message. Closing or cancelling it frees the slots
+        within a step.
+        """
+        self.num_open += 1
+        try:
+            folder, streams = await self._open(call)
+            async with aclosing(batches(streams, self._flush_interval_s)) as arriving:
+                async for arrived in arriving:
+                    yield folder.fold(arrived)
+        finally:
+            self.num_open -= 1
+
+    def close(self) -> None:
+        """Let go of the threads."""
+        self._text_threads.shutdown(wait=False)
+
+    async def _open(self, call: GenerateCall) -> tuple[CallFolder, list[AsyncGenerator[GenerationDelta, None]]]:
+        status = self._engine.status()
+        require_room_in_queue(call, status.scheduler.slots + self._max_waiting_requests)
+        prepare = partial(engine_requests, call, self._tokenizer, status.model.max_model_len)
+        requests = await asyncio.get_running_loop().run_in_executor(self._text_threads, prepare)
+        echo = echo_texts(call, self._tokenizer) if call.echo else ()
+        folder = CallFolder(self._tokenizer, call.num_prompts, call.n, echo)
+        return folder, [self._engine.generate(request) for request in requests]
