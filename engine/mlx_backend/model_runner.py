@@ -1,0 +1,116 @@
+"""Runs steps on MLX: the engine's ``ModelRunner``.
+
+Owns: the order inside a step (block copies, forward, sampling, evaluation), its time, the one-thread rule, freeing.
+Must not know: why rows were chosen, text, requests' lives beyond their ids.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Sequence
+from typing import Literal
+
+import mlx.core as mx
+import numpy as np
+
+from engine.batch import StepBatch, StepOutput
+from engine.interfaces import ModelFacts
+from engine.mlx_backend.loaded_model import LoadedModel
+from engine.mlx_backend.packed_model import PackedModel
+from engine.mlx_backend.sampler import Sampler, Samples
+
+KvDtype = Literal["auto", "float32", "float16", "bfloat16"]
+
+
+class _PendingStep:
+    """A step whose values are on their way."""
+
+    def __init__(self, step_index: int, samples: Samples | None, waits_for: list[mx.array], started_s: float) -> None:
+        self._step_index = step_index
+        self._samples = samples
+        self._waits_for = waits_for
+        self._started_s = started_s
+
+    def result(self) -> StepOutput:
+        """Wait for the step. Raises what its computation raised."""
+        mx.eval(self._waits_for)
+        self._waits_for = []  # a held pool array would make the next step copy the whole pool
+        tokens, failures = self._samples.read() if self._samples is not None else ({}, {})
+        return StepOutput(self._step_index, tokens, time.perf_counter() - self._started_s, failures)
+
+
+class MlxModelRunner:
+    """Steps of one loaded model over its own pools. Used from one thread: the one that built it."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        *,
+        num_blocks: int,
+        block_size: int,
+        slots: int,
+        max_chunk_tokens: int,
+        kv_dtype: KvDtype = "auto",
+    ) -> None:
+        dtype = resolve_kv_dtype(loaded, kv_dtype)
+        self._thread_id = threading.get_ident()
+        self._facts = dataclasses.replace(loaded.facts, kv_bytes_per_token=loaded.kv_bytes_per_token(dtype))
+        self._max_step_tokens = slots + max_chunk_tokens
+        self._model: PackedModel | None = PackedModel(
+            loaded.model,
+            loaded.layers,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            dtype=dtype,
+            max_model_len=loaded.facts.max_model_len,
+        )
+        self._sampler = Sampler(slots, loaded.facts.vocab_size, host_may_wait=self.max_steps_in_flight == 1)
+
+    @property
+    def facts(self) -> ModelFacts:
+        """Facts of the loaded model, with the pool's own dtype."""
+        return self._facts
+
+    @property
+    def max_steps_in_flight(self) -> int:
+        """One: pools are written by indexed assignment, which is in place only between evaluated steps."""
+        return 1
+
+    def launch(self, batch: StepBatch) -> _PendingStep:
+        """Build the step and start it."""
+        model = self._checked()
+        started_s = time.perf_counter()
+        if batch.block_copies:
+            sources, targets = np.array([(copy.source, copy.target) for copy in batch.block_copies]).T
+            for pool in model.pools:
+                pool.copy_blocks(sources, targets)
+        step = model.inputs.build(batch)
+        logits = model.forward(step)
+        samples = self._sampler.sample(logits, step.sampling_rows) if step.sampling_rows else None
+        waits_for = model.state() + self._sampler.state() + (samples.arrays() if samples is not None else [])
+        mx.async_eval(waits_for)  # type: ignore[no-untyped-call]
+        return _PendingStep(batch.step_index, samples, waits_for, started_s)
+
+    def release(self, request_ids: Sequence[str]) -> None:
+        """Forget what is held for requests that finished or were preempted."""
+        self._sampler.forget(request_ids)
+
+    def close(self) -> None:
+        """Free pools and give MLX's cached memory back."""
+        if self._model is not None:
+            self._checked().close()
+            self._model = None
+            mx.clear_cache()
+
+    def _checked(self) -> PackedModel:
+        assert threading.get_ident() == self._thread_id, "MLX work belongs to the thread that built the runner"
+        assert self._model is not None, "the runner is closed"
+        return self._model
+
+
+def resolve_kv_dtype(loaded: LoadedModel, kv_dtype: KvDtype) -> mx.Dtype:
+    """The pool's dtype: ``auto`` is the dtype of the model's own keys."""
+    dtypes = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+    return loaded.compute_dtype if kv_dtype == "auto" else dtypes[kv_dtype]

@@ -1,0 +1,96 @@
+"""Runs an mlx-lm model on packed steps: tokens ``[T, 1]`` in, logits of the sampling rows out.
+
+Owns: pools and caches of one model, the language-model head on sampling rows only. Must not know: scheduling, sampling.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+
+from engine.mlx_backend import attention
+from engine.mlx_backend.input_batch import InputBuilder, StepInputs
+from engine.mlx_backend.mlx_lm_parts import Model
+from engine.mlx_backend.paged_cache import LayerPool, LayerShape, PagedLayerCache, StepHolder, make_pools
+
+_DECODER_NAMES = ("model", "transformer", "backbone")
+
+
+class _RowSelector:
+    """Says which rows of the decoder's output go on to the head; ``used`` tells that the decoder obeyed."""
+
+    __slots__ = ("rows", "used")
+
+    def __init__(self) -> None:
+        self.rows: mx.array | None = None
+        self.used = False
+
+
+class _SelectsRows:
+    """Mixed in front of a decoder's class: drops the rows that do not sample, so that the model's own head (tied,
+    scaled, soft-capped: whatever it does) runs on the others alone."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        hidden = super().__call__(*args, **kwargs)  # type: ignore[misc]
+        selector: _RowSelector = self.row_selector  # type: ignore[attr-defined]
+        if selector.rows is None or not isinstance(hidden, mx.array):
+            return hidden
+        selector.used = True
+        return hidden[selector.rows]
+
+
+class PackedModel:
+    """One model over its own pools. Use from one thread."""
+
+    def __init__(
+        self,
+        model: Model,
+        shapes: tuple[LayerShape, ...],
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: mx.Dtype,
+        max_model_len: int,
+    ) -> None:
+        attention.take_over(model)
+        self._model = model
+        self._selector = _select_rows_in(model)
+        self._holder = StepHolder()
+        self.pools: list[LayerPool] = make_pools(shapes, num_blocks, block_size, dtype)
+        self.caches = [PagedLayerCache(pool, self._holder, max_model_len) for pool in self.pools]
+        self.inputs = InputBuilder((shape.kind for shape in shapes), num_blocks, block_size)
+
+    def forward(self, step: StepInputs) -> mx.array:
+        """Logits ``[R, vocab]`` of the sampling rows, lazily; the pools hold the step's keys and values afterwards."""
+        self._holder.inputs = step
+        self._selector.rows, self._selector.used = step.head_rows, False
+        try:
+            logits: mx.array = self._model(step.tokens, cache=self.caches)
+        finally:
+            self._holder.inputs = self._selector.rows = None
+        # A decoder that was not found, or returns something else than hidden states: the head has run on all rows.
+        return logits[:, -1] if self._selector.used else logits[step.head_rows, -1]
+
+    def state(self) -> list[mx.array]:
+        """The pools' arrays, to evaluate at the end of each step."""
+        return [array for pool in self.pools for array in (pool.keys, pool.values)]
+
+    def close(self) -> None:
+        """Drop pools and caches."""
+        self.pools.clear()
+        self.caches.clear()
+
+
+def _select_rows_in(model: Model) -> _RowSelector:
+    """Let the decoder inside ``model`` drop rows. Where none is found the returned selector is never used."""
+    owner = model.get("language_model", model)
+    decoder = next((owner[name] for name in _DECODER_NAMES if owner.get(name) is not None), None)
+    if decoder is None:
+        return _RowSelector()
+    if not isinstance(decoder, _SelectsRows):
+        base = type(decoder)
+        decoder.__class__ = type(base.__name__, (_SelectsRows, base), {})
+        decoder.row_selector = _RowSelector()
+    selector: _RowSelector = decoder.row_selector
+    return selector
