@@ -14,6 +14,8 @@ from serve_app.capacity.workload import PlannedSession, Workload, plan_sessions
 from serve_app.latency import ServiceLevel
 
 MAX_SESSIONS = 100_000
+# With fewer a closed loop's quantiles are single requests.
+MIN_SESSIONS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +35,9 @@ class Level:
 class BenchPlan:
     """A ladder of levels, each run ``num_repeats`` times.
 
-    ``sessions_per_client`` sizes a closed loop, ``num_sessions`` an open one. ``max_level_s`` cuts one load off,
-    ``max_total_s`` stops the ladder between two loads. ``idle_sample_s``: how long to look, before a load, whether the
-    machine is idle.
+    ``sessions_per_client`` sizes a closed loop (with a floor for few clients), ``num_sessions`` an open one.
+    ``max_level_s`` cuts one load off, ``max_total_s`` stops the ladder between two loads. ``idle_sample_s``: how long
+    to look, before a load, whether the machine is idle.
     """
 
     workload: Workload
@@ -61,7 +63,7 @@ class BenchPlan:
     def sessions_of(self, level: Level) -> int:
         """How many sessions a level sends."""
         if level.num_clients is not None:
-            return level.num_clients * self.sessions_per_client
+            return max(MIN_SESSIONS, level.num_clients * self.sessions_per_client)
         return self.num_sessions
 
     def seed_of(self, level: Level, repeat: int) -> str:

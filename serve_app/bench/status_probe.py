@@ -16,6 +16,7 @@ from typing import Any
 from serve_app.bench.client import get_json
 
 PERIOD_S = 0.5
+ANSWER_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +45,10 @@ async def _sample(base_url: str, api_key: str | None, samples: list[SlotSample])
     started_s = time.monotonic()
     while True:
         asked_s = time.monotonic()
-        document = await get_json(f"{base_url}/status", api_key=api_key, timeout_s=PERIOD_S)
+        document = await get_json(f"{base_url}/status", api_key=api_key, timeout_s=ANSWER_TIMEOUT_S)
         sample = read_slots(document, asked_s - started_s)
+        if sample is None and not samples:
+            return  # it has no status: asking on would only load it
         if sample is not None:
             samples.append(sample)
         await asyncio.sleep(PERIOD_S)

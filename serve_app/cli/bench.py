@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import asdict
-from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from serve_app.bench.document import RunDocument, to_json, write_document
-from serve_app.bench.plan import BenchPlan, forecast
-from serve_app.bench.report import markdown_report, markdown_table, plan_table, verdict_lines
+from serve_app.bench.plan import BenchPlan
 from serve_app.bench.session import measure, token_counter
 from serve_app.bench.target import EosBan, Target
 from serve_app.cli import bench_options as option
-from serve_app.cli.console import EXIT_FAILED, out, print_json, progress, reports_errors
+from serve_app.cli import bench_peers
+from serve_app.cli.bench_output import DEFAULT_FOLDER, finish, show_plan
+from serve_app.cli.console import progress, reports_errors
 
 DEFAULT_URL = "http://127.0.0.1:8000"
-DEFAULT_FOLDER = "bench-results"
 
 
 class _RunByDefault(TyperGroup):
@@ -88,28 +84,5 @@ def run(
     finish(documents, Path(out_folder), title=f"Bench of {label}", strict=strict, as_json=as_json)
 
 
-def show_plan(plan: BenchPlan, as_json: bool) -> None:
-    """Print what a plan will send."""
-    if as_json:
-        print_json({"workload": plan.workload.model_dump(), "loads": [asdict(each) for each in forecast(plan)]})
-    else:
-        out.print(plan_table(plan), soft_wrap=True)
-
-
-def finish(documents: tuple[RunDocument, ...], folder: Path, *, title: str, strict: bool, as_json: bool) -> None:
-    """Write and show results. With ``strict`` figures that may not be quoted end with exit code 1."""
-    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    for document in documents:
-        name = re.sub(r"[^\w.+-]+", "-", document.target.label)
-        write_document(document, folder / f"{stamp}-{name}.json")
-    report_path = folder / f"{stamp}.md"
-    report_path.write_text(markdown_report(documents, title=title))
-    if as_json:
-        print_json([to_json(document) for document in documents])
-    else:
-        out.print(markdown_table(documents), soft_wrap=True)
-        for line in verdict_lines(documents):
-            out.print(line, soft_wrap=True, markup=False)
-        out.print(f"Written to {report_path} and the JSON beside it.", soft_wrap=True, markup=False)
-    if strict and not all(document.verdict.valid for document in documents):
-        raise typer.Exit(EXIT_FAILED)
+app.command("peers")(bench_peers.peers)
+app.command("compare")(bench_peers.compare_runs)

@@ -12,7 +12,7 @@ import pytest
 from serve_app.bench.client import StreamClient, StreamRecord
 from serve_app.bench.errors import BenchError
 from serve_app.bench.load import EncodedSession, LoadRecord, encode_sessions, poisson_arrivals_s, run_closed, run_open
-from serve_app.bench.plan import BenchPlan, Level, forecast
+from serve_app.bench.plan import MIN_SESSIONS, BenchPlan, Level, forecast
 from serve_app.bench.prompts import PromptWriter
 from serve_app.bench.reference_server import Behaviour, ReferenceServer
 from serve_app.bench.results import LoadResult, read_load
@@ -170,7 +170,7 @@ def silent(_text: str, _fraction: float | None = None) -> None: ...
 
 PLAN = BenchPlan(
     workload=small(),
-    levels=(Level(num_clients=1), Level(num_clients=3)),
+    levels=(Level(num_clients=1), Level(num_clients=4)),
     sessions_per_client=2,
     idle_sample_s=0.0,
 )
@@ -209,8 +209,8 @@ async def test_slots_are_read_while_the_load_runs() -> None:
 
 def test_a_forecast_counts_the_sessions_that_will_be_sent() -> None:
     first, second = forecast(PLAN)
-    assert (first.num_sessions, second.num_sessions) == (2, 6)
-    assert second.num_prompt_tokens == 6 * 12
+    assert (first.num_sessions, second.num_sessions) == (MIN_SESSIONS, 8)
+    assert second.num_prompt_tokens == 8 * 12
     assert second.longest_call_tokens == 12 + NUM_TOKENS
 
 

@@ -1,0 +1,64 @@
+"""Ours beside its peers in one run: the figures of the README.
+
+Owns: starting all of them, measuring them in turn, stopping them. Must not know: the command line.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.model_source import resolve_model
+from serve_app.bench.document import RunDocument
+from serve_app.bench.peers import (
+    OURS,
+    mlx_lm_folder,
+    mlx_lm_server,
+    our_server,
+    preload_environment,
+    started,
+)
+from serve_app.bench.plan import BenchPlan
+from serve_app.bench.runner import Report
+from serve_app.bench.servers import ServerCommand
+from serve_app.bench.session import measure, token_counter
+from serve_app.bench.target import Target
+
+
+@dataclass(frozen=True, slots=True)
+class PeerOptions:
+    """``our_url``: a running endpoint of ours; None starts one of ``num_slots``. ``peers``: labels of MLX_LM_FLAGS."""
+
+    model: str
+    num_slots: int
+    our_url: str | None
+    peers: tuple[str, ...]
+    log_folder: Path
+
+
+def measure_peers(options: PeerOptions, plan: BenchPlan, report: Report) -> tuple[RunDocument, ...]:
+    """Start, measure and stop. The first document is ours. Raises BenchError when one cannot be started or asked."""
+    report("preparing the model", None)
+    count_tokens, eos_token_ids = token_counter(options.model)
+    commands = _commands(options)
+    report(f"starting {', '.join(command.label for command in commands)}", None)
+    with started(commands, options.log_folder, options.num_slots, eos_token_ids) as contestants:
+        targets = [each.target for each in contestants]
+        if options.our_url is not None:
+            targets.insert(0, Target(OURS, options.our_url, num_slots=options.num_slots))
+        return measure(
+            targets,
+            plan,
+            count_tokens=count_tokens,
+            report=report,
+            commands={each.target.label: each.command for each in contestants},
+        )
+
+
+def _commands(options: PeerOptions) -> list[ServerCommand]:
+    commands = [] if options.our_url is not None else [our_server(options.model, options.num_slots)]
+    if options.peers:
+        folder = mlx_lm_folder(resolve_model(options.model))
+        environment = preload_environment()
+        commands += [mlx_lm_server(label, folder, environment) for label in options.peers]
+    return commands

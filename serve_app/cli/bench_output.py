@@ -1,0 +1,45 @@
+"""How bench results reach a person: tables on stdout, files in a folder. Must not know how they were measured."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+
+import typer
+
+from serve_app.bench.document import RunDocument, to_json, write_document
+from serve_app.bench.plan import BenchPlan, forecast
+from serve_app.bench.report import markdown_report, markdown_table, plan_table, verdict_lines
+from serve_app.cli.console import EXIT_FAILED, out, print_json
+
+DEFAULT_FOLDER = "bench-results"
+
+
+def show_plan(plan: BenchPlan, as_json: bool) -> None:
+    """Print what a plan will send."""
+    if as_json:
+        print_json({"workload": plan.workload.model_dump(), "loads": [asdict(each) for each in forecast(plan)]})
+    else:
+        out.print(plan_table(plan), soft_wrap=True)
+
+
+def finish(documents: Sequence[RunDocument], folder: Path, *, title: str, strict: bool, as_json: bool) -> None:
+    """Write and show results. With ``strict`` figures that may not be quoted end with exit code 1."""
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    for document in documents:
+        name = re.sub(r"[^\w.+-]+", "-", document.target.label)
+        write_document(document, folder / f"{stamp}-{name}.json")
+    report_path = folder / f"{stamp}.md"
+    report_path.write_text(markdown_report(documents, title=title))
+    if as_json:
+        print_json([to_json(document) for document in documents])
+    else:
+        out.print(markdown_table(documents), soft_wrap=True)
+        for line in verdict_lines(documents):
+            out.print(line, soft_wrap=True, markup=False)
+        out.print(f"Written to {report_path} and the JSON beside it.", soft_wrap=True, markup=False)
+    if strict and not all(document.verdict.valid for document in documents):
+        raise typer.Exit(EXIT_FAILED)
