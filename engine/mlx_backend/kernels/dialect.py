@@ -1,0 +1,143 @@
+"""The kernels' texts: one body each, in a small dialect that a prelude per target gives meaning to.
+
+Owns: reading ``source/``, putting a kernel's text together, the fingerprint in its name. Must not know: MLX, shapes.
+
+A body is the inside of a function, as ``mx.fast.metal_kernel`` and ``mx.fast.cuda_kernel`` want it; they generate the
+signature. Rules of the dialect, so that one text is right in all places:
+
+- pointers carry ``DEVICE`` or ``THREAD``; inputs are used by index or through ``auto`` (Metal passes arrays of fewer
+  than eight numbers in another address space);
+- threadgroup memory is declared with ``SHARED_ARRAY``, and ``BARRIER()`` is met by all threads of a threadgroup;
+- lanes talk through ``run_sum``, ``stride_sum`` and ``stride_max`` only, met by all 32 lanes of a simdgroup;
+- numbers are converted through ``float``; pool offsets are ``Offset`` (64 bits);
+- an input's dimensions are ``NAME_shape[i]``; constants are the template's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+Target = Literal["metal", "cuda", "cpp"]
+
+SOURCE = Path(__file__).parent / "source"
+_HEADERS: dict[Target, tuple[str, ...]] = {
+    "metal": ("prelude_metal.h", "shuffles.h", "splits.h"),
+    "cuda": ("prelude_cuda.h", "shuffles.h", "splits.h"),
+    "cpp": ("prelude_cpp.h", "splits.h"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """One array of a kernel's signature. ``type``: "T" (the model's numbers), "P" (the pool's), "float" or "int"."""
+
+    name: str
+    type: Literal["T", "P", "float", "int"]
+
+
+@dataclass(frozen=True, slots=True)
+class KernelText:
+    """One kernel: ``parts`` are the files of its body, ``constants`` the names of its template's whole numbers."""
+
+    name: str
+    parts: tuple[str, ...]
+    inputs: tuple[Buffer, ...]
+    outputs: tuple[Buffer, ...]
+    constants: tuple[str, ...]
+
+    def header(self, target: Target) -> str:
+        """What stands before the function."""
+        return "\n".join(_read(name) for name in _HEADERS[target])
+
+    def body(self, target: Target) -> str:
+        """What stands inside the function."""
+        return "\n".join(_read(name) for name in (f"prologue_{target}.inc", *self.parts))
+
+    def fingerprint(self, target: Target) -> str:
+        """Ten hex digits of the whole text. MLX finds compiled kernels by name, so a changed text needs a new one."""
+        text = self.header(target) + self.body(target) + repr((self.inputs, self.outputs, self.constants))
+        return hashlib.sha256(text.encode()).hexdigest()[:10]
+
+
+@cache
+def _read(name: str) -> str:
+    return (SOURCE / name).read_text(encoding="utf-8")
+
+
+_POOLS = (Buffer("k_pool", "P"), Buffer("v_pool", "P"))
+_VERSION = Buffer("version", "int")
+_VERSION_OUT = Buffer("version_out", "int")
+_DECODE_INPUTS = (
+    Buffer("queries", "T"),
+    Buffer("k_new", "T"),
+    Buffer("v_new", "T"),
+    *_POOLS,
+    Buffer("block_table", "int"),
+    Buffer("seq_lens", "int"),
+    Buffer("scales", "float"),
+    Buffer("sinks", "T"),
+    _VERSION,
+)
+_DECODE_CONSTANTS = (
+    *("D", "KV_HEADS", "HEADS", "TILES", "BLOCK", "WINDOW", "SOFT_CAP", "HAS_SINKS"),
+    *("LEAST", "SIMDS", "ELEMS", "VEC", "KEYS", "BATCH"),
+)
+
+DECODE_WHOLE = KernelText(
+    name="paged_decode_whole",
+    parts=("paged_decode.inc", "decode_whole.inc"),
+    inputs=_DECODE_INPUTS,
+    outputs=(Buffer("out", "T"), _VERSION_OUT),
+    constants=_DECODE_CONSTANTS,
+)
+DECODE_SPLIT = KernelText(
+    name="paged_decode_split",
+    parts=("paged_decode.inc", "decode_split.inc"),
+    inputs=_DECODE_INPUTS,
+    outputs=(
+        Buffer("partial", "float"),
+        Buffer("partial_top", "float"),
+        Buffer("partial_sum", "float"),
+        _VERSION_OUT,
+    ),
+    constants=_DECODE_CONSTANTS,
+)
+DECODE_REDUCE = KernelText(
+    name="paged_decode_reduce",
+    parts=("decode_reduce.inc",),
+    inputs=(
+        Buffer("partial", "float"),
+        Buffer("partial_top", "float"),
+        Buffer("partial_sum", "float"),
+        Buffer("seq_lens", "int"),
+        Buffer("sinks", "T"),
+    ),
+    outputs=(Buffer("out", "T"),),
+    constants=("D", "NUM_HEADS", "BLOCK", "WINDOW", "HAS_SINKS", "LEAST", "THREADS"),
+)
+CHUNK_WRITE = KernelText(
+    name="paged_chunk_write",
+    parts=("chunk_write.inc",),
+    inputs=(Buffer("k_new", "T"), Buffer("v_new", "T"), *_POOLS, Buffer("targets", "int"), _VERSION),
+    outputs=(_VERSION_OUT,),
+    constants=("D", "KV_HEADS", "VEC", "THREADS"),
+)
+CHUNK_GATHER = KernelText(
+    name="paged_chunk_gather",
+    parts=("chunk_gather.inc",),
+    inputs=(*_POOLS, Buffer("block_table", "int"), Buffer("span", "int"), _VERSION),
+    outputs=(Buffer("k_out", "T"), Buffer("v_out", "T"), _VERSION_OUT),
+    constants=("D", "KV_HEADS", "BLOCK", "VEC", "THREADS"),
+)
+BLOCK_COPY = KernelText(
+    name="paged_block_copy",
+    parts=("block_copy.inc",),
+    inputs=(*_POOLS, Buffer("pairs", "int"), _VERSION),
+    outputs=(_VERSION_OUT,),
+    constants=("D", "KV_HEADS", "BLOCK", "VEC", "THREADS"),
+)
+ALL_TEXTS = (DECODE_WHOLE, DECODE_SPLIT, DECODE_REDUCE, CHUNK_WRITE, CHUNK_GATHER, BLOCK_COPY)

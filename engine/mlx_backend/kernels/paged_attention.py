@@ -1,0 +1,156 @@
+"""The kernels of one layer kind, as functions of arrays: decode attention, chunk write, chunk gather, block copy.
+
+Owns: shapes, launch grids and the order of pool accesses. Must not know: requests, steps, models.
+
+The kernels write the pool in place, behind MLX's back: MLX orders GPU work by the buffers it sees as outputs, and the
+pool is none. Every function that touches a layer's pool therefore takes that layer's *version* (int32 ``[1]``) and
+returns the next one, and callers hand each version to exactly one call: all accesses of a layer are one chain.
+
+Pools are ``[kv_heads * pool_rows, head_dim]``, head-major (paged_cache.py).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import mlx.core as mx
+
+from engine.mlx_backend.kernels import dialect
+from engine.mlx_backend.kernels.launch import KernelFactory, Launch
+from engine.mlx_backend.kernels.tiling import (
+    Geometry,
+    Tuning,
+    decode_constants,
+    num_splits,
+    reduce_constants,
+    tile_decode,
+    vector_width,
+)
+
+_THREADS = 256
+_LOG2_E = 1.44269504088896
+
+
+class Pool(Protocol):
+    """A layer's keys and values."""
+
+    keys: mx.array
+    values: mx.array
+
+
+class PagedKernels:
+    """Kernels for layers of one ``geometry`` with numbers of ``dtype`` and pools of ``pool_dtype``."""
+
+    def __init__(
+        self, geometry: Geometry, dtype: mx.Dtype, pool_dtype: mx.Dtype, factory: KernelFactory, tuning: Tuning
+    ) -> None:
+        self.geometry, self.tuning = geometry, tuning
+        self.tiling = tile_decode(geometry, pool_dtype.size, tuning)
+        D, block = geometry.head_dim, geometry.block_size
+        self._vec = vector_width(D, max(dtype.size, pool_dtype.size))
+        self._copy_vec = vector_width(D, pool_dtype.size)
+        self._reduce_threads = min(128, -(-D // 32) * 32)
+
+        def bind(text: dialect.KernelText, constants: dict[str, int]) -> Launch:
+            return factory(text, dtype, pool_dtype, constants)
+
+        pieces = {"D": D, "KV_HEADS": geometry.num_kv_heads, "VEC": self._vec, "THREADS": _THREADS}
+        self._decode_whole = bind(dialect.DECODE_WHOLE, decode_constants(geometry, self.tiling))
+        self._decode_split = bind(dialect.DECODE_SPLIT, decode_constants(geometry, self.tiling))
+        self._reduce = bind(dialect.DECODE_REDUCE, reduce_constants(geometry, self.tiling, self._reduce_threads))
+        self._write = bind(dialect.CHUNK_WRITE, pieces)
+        self._gather = bind(dialect.CHUNK_GATHER, {**pieces, "BLOCK": block})
+        self._copy = bind(dialect.BLOCK_COPY, {**pieces, "BLOCK": block, "VEC": self._copy_vec})
+        # With a soft cap the scores are capped before they go to base 2.
+        scale = geometry.scale if geometry.soft_cap else geometry.scale * _LOG2_E
+        self._scales = mx.array([scale, geometry.soft_cap], mx.float32)
+        self._no_sinks = mx.zeros((1,), dtype)
+        mx.eval(self._scales, self._no_sinks)
+
+    def decode(
+        self,
+        queries: mx.array,
+        k_new: mx.array,
+        v_new: mx.array,
+        pool: Pool,
+        block_table: mx.array,
+        seq_lens: mx.array,
+        version: mx.array,
+        sinks: mx.array | None = None,
+    ) -> tuple[mx.array, mx.array]:
+        """Store each row's new token and attend over its context, the token included.
+
+        ``queries`` [B, heads, 1, D], ``k_new`` and ``v_new`` [B, kv_heads, 1, D]; ``block_table`` int32 [B, n];
+        ``seq_lens`` int32 [B] counts the new token, 0 = an empty row (zeros out, nothing stored).
+        Returns the result [B, heads, 1, D] and the pool's next version.
+        """
+        B, n = block_table.shape
+        g, tiling = self.geometry, self.tiling
+        splits = num_splits(g, tiling, B, n * g.block_size, self.tuning)
+        sinks = self._no_sinks if sinks is None else sinks
+        inputs = (queries, k_new, v_new, pool.keys, pool.values, block_table, seq_lens, self._scales, sinks, version)
+        groups = (1, g.num_kv_heads * tiling.tiles * splits, B)
+        if splits == 1:
+            out, version = self._decode_whole(
+                *inputs, groups=groups, num_threads=tiling.num_threads, output_shapes=[queries.shape, (1,)]
+            )
+            return out, version
+        rows = B * g.num_heads
+        partial, top, total, version = self._decode_split(
+            *inputs,
+            groups=groups,
+            num_threads=tiling.num_threads,
+            output_shapes=[(rows, splits, g.head_dim), (rows, splits), (rows, splits), (1,)],
+        )
+        (out,) = self._reduce(
+            *(partial, top, total, seq_lens, sinks),
+            groups=(rows, 1, 1),
+            num_threads=self._reduce_threads,
+            output_shapes=[queries.shape],
+        )
+        return out, version
+
+    def write(self, k_new: mx.array, v_new: mx.array, pool: Pool, targets: mx.array, version: mx.array) -> mx.array:
+        """Store ``k_new`` and ``v_new`` [N, kv_heads, 1, D] at places ``targets`` int32 [N] of the pool (-1: nowhere).
+
+        Returns the pool's next version.
+        """
+        pieces = k_new.shape[0] * self.geometry.head_dim // self._vec
+        (version,) = self._write(
+            *(k_new, v_new, pool.keys, pool.values, targets, version),
+            groups=(-(-pieces // _THREADS), self.geometry.num_kv_heads, 1),
+            num_threads=_THREADS,
+            output_shapes=[(1,)],
+        )
+        return version
+
+    def gather(
+        self, pool: Pool, block_table: mx.array, span: mx.array, num_positions: int, version: mx.array
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        """One sequence's positions ``[span[0], span[1])`` as keys and values [1, kv_heads, num_positions, D].
+
+        ``block_table`` int32 [n] starts at position 0; ``span`` int32 [3], its last entry is ``num_positions``.
+        Positions behind ``span[1]`` are zeros. Returns keys, values and the pool's next version.
+        """
+        g = self.geometry
+        shape = (1, g.num_kv_heads, num_positions, g.head_dim)
+        pieces = num_positions * g.head_dim // self._vec
+        keys, values, version = self._gather(
+            *(pool.keys, pool.values, block_table, span, version),
+            groups=(-(-pieces // _THREADS), g.num_kv_heads, 1),
+            num_threads=_THREADS,
+            output_shapes=[shape, shape, (1,)],
+        )
+        return keys, values, version
+
+    def copy_blocks(self, pool: Pool, pairs: mx.array, version: mx.array) -> mx.array:
+        """Copy whole blocks, ``pairs`` int32 [N, 2] of source and target. Returns the pool's next version."""
+        g = self.geometry
+        pieces = g.block_size * g.head_dim // self._copy_vec
+        (version,) = self._copy(
+            *(pool.keys, pool.values, pairs, version),
+            groups=(-(-pieces // _THREADS), g.num_kv_heads, pairs.shape[0]),
+            num_threads=_THREADS,
+            output_shapes=[(1,)],
+        )
+        return version

@@ -1,0 +1,157 @@
+"""How the decode kernel cuts its work: lanes, tiles of heads, keys a turn, splits of the context.
+
+Owns: the constants of the kernels for a layer's geometry. Pure arithmetic; must not know MLX arrays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SIMD_WIDTH = 32
+SUPPORTED_HEAD_DIMS = (64, 80, 96, 128, 256)
+_MAX_HEADS_PER_TILE = 8
+_MAX_ELEMS_PER_LANE = 24
+_VECTOR_BYTES = 16
+_SHARED_BYTES = 16 * 1024
+_MAX_SPLITS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """What a layer's attention looks like. ``window`` 0 and ``soft_cap`` 0 mean none."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    scale: float
+    window: int = 0
+    soft_cap: float = 0.0
+    has_sinks: bool = False
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a KV head."""
+        return self.num_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """What depends on the chip. ``registers``: numbers of queries, and again of results, a lane may hold.
+
+    ``loaded_bytes``: keys and values that a lane has on the way at once; ``target_groups``: threadgroups that fill the
+    chip; ``longest_span``: positions a threadgroup reads at most before the context is split further.
+    """
+
+    simds: int = 8
+    registers: int = 64
+    loaded_bytes: int = 128
+    target_groups: int = 1024
+    longest_span: int = 512
+
+
+# Metal's is a cautious guess: half of the registers, so that 256 threads fit on every chip. Not measured.
+TUNINGS = {"cuda": Tuning(), "metal": Tuning(registers=32, loaded_bytes=64, target_groups=256)}
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """Constants of the decode kernel (paged_decode.inc)."""
+
+    heads: int
+    tiles: int
+    elems: int
+    vec: int
+    keys: int
+    simds: int
+    batch: int
+    least: int
+
+    @property
+    def num_threads(self) -> int:
+        """Threads of a threadgroup."""
+        return self.simds * SIMD_WIDTH
+
+
+def largest_divisor(number: int, limit: int) -> int:
+    """The largest divisor of ``number`` that is at most ``limit``."""
+    return next(candidate for candidate in range(min(number, limit), 0, -1) if number % candidate == 0)
+
+
+def vector_width(count: int, number_bytes: int) -> int:
+    """Numbers moved by one load when a lane moves ``count`` consecutive ones: a power of two, 16 bytes at most."""
+    width = _VECTOR_BYTES // number_bytes
+    while count % width:
+        width //= 2
+    return width
+
+
+def tile_decode(geometry: Geometry, pool_number_bytes: int, tuning: Tuning) -> Tiling:
+    """The decode kernel's constants for ``geometry``."""
+    D = geometry.head_dim
+    heads = largest_divisor(geometry.group, _MAX_HEADS_PER_TILE)
+    lanes = next(
+        (
+            lanes
+            for lanes in (1, 2, 4, 8, 16, 32)
+            if D % lanes == 0 and D // lanes <= _MAX_ELEMS_PER_LANE and D // lanes * heads <= tuning.registers
+        ),
+        SIMD_WIDTH if D % SIMD_WIDTH == 0 else 16,
+    )
+    elems = D // lanes
+    keys = max(1, tuning.loaded_bytes // (2 * elems * pool_number_bytes))
+    keys = largest_divisor(geometry.block_size, 1 << (keys.bit_length() - 1))
+    workers = tuning.simds * SIMD_WIDTH // lanes
+    return Tiling(
+        heads=heads,
+        tiles=geometry.group // heads,
+        elems=elems,
+        vec=vector_width(elems, pool_number_bytes),
+        keys=keys,
+        simds=tuning.simds,
+        batch=largest_divisor(heads, max(1, _SHARED_BYTES // (tuning.simds * D * 4))),
+        least=max(workers * keys, geometry.block_size),
+    )
+
+
+def num_splits(geometry: Geometry, tiling: Tiling, num_rows: int, max_positions: int, tuning: Tuning) -> int:
+    """Into how many splits contexts of up to ``max_positions`` are cut: enough to fill the chip and to bound the
+    longest, so that one long row does not keep the others waiting."""
+    if geometry.window:
+        max_positions = min(max_positions, geometry.window + geometry.block_size)
+    groups = num_rows * geometry.num_kv_heads * tiling.tiles
+    wanted = max(-(-max_positions // tuning.longest_span), tuning.target_groups // groups, 1)
+    return min(wanted, -(-max_positions // tiling.least), _MAX_SPLITS)
+
+
+def decode_constants(geometry: Geometry, tiling: Tiling) -> dict[str, int]:
+    """The decode kernels' template."""
+    return {
+        "D": geometry.head_dim,
+        "KV_HEADS": geometry.num_kv_heads,
+        "HEADS": tiling.heads,
+        "TILES": tiling.tiles,
+        "BLOCK": geometry.block_size,
+        "WINDOW": geometry.window,
+        "SOFT_CAP": int(geometry.soft_cap > 0),
+        "HAS_SINKS": int(geometry.has_sinks),
+        "LEAST": tiling.least,
+        "SIMDS": tiling.simds,
+        "ELEMS": tiling.elems,
+        "VEC": tiling.vec,
+        "KEYS": tiling.keys,
+        "BATCH": tiling.batch,
+    }
+
+
+def reduce_constants(geometry: Geometry, tiling: Tiling, num_threads: int) -> dict[str, int]:
+    """The reduce kernel's template."""
+    return {
+        "D": geometry.head_dim,
+        "NUM_HEADS": geometry.num_heads,
+        "BLOCK": geometry.block_size,
+        "WINDOW": geometry.window,
+        "HAS_SINKS": int(geometry.has_sinks),
+        "LEAST": tiling.least,
+        "THREADS": num_threads,
+    }

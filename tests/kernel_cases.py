@@ -1,0 +1,104 @@
+"""Random work for the kernels: poisoned pools, scattered block tables, and checks against the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from engine.mlx_backend.kernels import reference
+from engine.mlx_backend.kernels.paged_attention import PagedKernels
+from engine.mlx_backend.kernels.tiling import Geometry
+
+# Largest |error| allowed, in units of the result's own size: half the spacing of the output's numbers, and a little.
+TOLERANCES = {mx.float32: 2e-5, mx.float16: 2e-3, mx.bfloat16: 1.5e-2}
+
+
+@dataclass
+class ArrayPool:
+    """A pool as the kernels want it."""
+
+    keys: mx.array
+    values: mx.array
+
+
+@dataclass
+class Case:
+    """Rows of ``lengths`` (the new token counted) whose past lies in a pool that is NaN everywhere else."""
+
+    geometry: Geometry
+    dtype: mx.Dtype
+    pool_dtype: mx.Dtype
+    lengths: Sequence[int]
+    seed: int
+
+    def __post_init__(self) -> None:
+        self.random = np.random.default_rng(self.seed)
+        g, longest = self.geometry, max(self.lengths)
+        self.width = 1
+        while self.width * g.block_size < longest:
+            self.width *= 2
+        needed = [-(-length // g.block_size) for length in self.lengths]
+        self.num_blocks = sum(needed) + 5
+        blocks = self.random.permutation(self.num_blocks)
+        # Unused entries point far outside: reading one would show.
+        self.table = np.full((len(self.lengths), self.width), 2**24, np.int32)
+        for row, count in enumerate(needed):
+            self.table[row, :count] = blocks[sum(needed[:row]) : sum(needed[:row]) + count]
+        self.pool = ArrayPool(self._poisoned(), self._poisoned())
+        B, D = len(self.lengths), g.head_dim
+        self.queries = self.draw(B, g.num_heads, 1, D, scale=2.0)
+        self.k_new, self.v_new = self.draw(B, g.num_kv_heads, 1, D), self.draw(B, g.num_kv_heads, 1, D)
+        self.sinks = self.draw(g.num_heads) if g.has_sinks else None
+        mx.eval(self.pool.keys, self.pool.values, self.queries, self.k_new, self.v_new)
+
+    def draw(self, *shape: int, scale: float = 1.0) -> mx.array:
+        """Normal numbers of the model's type."""
+        return mx.array(self.random.standard_normal(shape).astype(np.float32) * scale).astype(self.dtype)
+
+    def _poisoned(self) -> mx.array:
+        g = self.geometry
+        rows = (self.num_blocks + 1) * g.block_size
+        numbers = np.full((g.num_kv_heads, rows, g.head_dim), np.nan, np.float32)
+        for row, length in enumerate(self.lengths):
+            past = np.arange(max(0, length - g.window) if g.window else 0, length - 1)
+            places = self.table[row, past // g.block_size] * g.block_size + past % g.block_size
+            numbers[:, places] = self.random.standard_normal((g.num_kv_heads, len(past), g.head_dim))
+        return mx.array(numbers.reshape(-1, g.head_dim)).astype(self.pool_dtype)
+
+    def check_decode(self, kernels: PagedKernels) -> None:
+        """One decode step: result, stored tokens, untouched rest and version against the reference."""
+        lengths = mx.array(np.array(self.lengths, np.int32))
+        before = mx.array(self.pool.keys), mx.array(self.pool.values)
+        safe_table = mx.array(np.minimum(self.table, self.num_blocks))
+        wanted, keys, values = reference.decode(
+            self.geometry, self.queries, self.k_new, self.v_new, *before, safe_table, lengths, self.sinks
+        )
+        mx.eval(wanted, keys, values)
+        version = mx.array([self.seed], mx.int32)
+        out, version = kernels.decode(
+            *(self.queries, self.k_new, self.v_new, self.pool, mx.array(self.table), lengths, version, self.sinks)
+        )
+        assert version.item() == self.seed + 1
+        assert same(self.pool.keys, keys), "keys: not exactly the new tokens were stored"
+        assert same(self.pool.values, values), "values: not exactly the new tokens were stored"
+        error = float(mx.max(mx.abs(out.astype(mx.float32) - wanted) / (1.0 + mx.abs(wanted))))
+        assert error <= TOLERANCES[self.dtype], f"{self.lengths}: error {error}"
+
+
+def same(a: mx.array, b: mx.array) -> bool:
+    """Equal number by number, NaN equal to NaN."""
+    return bool(mx.array_equal(a, b, equal_nan=True))
+
+
+def random_lengths(random: np.random.Generator, num_rows: int, longest: int, block_size: int) -> list[int]:
+    """Lengths from 1 to ``longest``: many short, some at the edges of blocks, some empty rows."""
+    lengths: npt.NDArray[np.int64] = np.exp(random.uniform(0, np.log(longest), num_rows)).astype(int)
+    edges = random.random(num_rows) < 0.3
+    lengths[edges] = np.maximum(1, lengths[edges] // block_size * block_size + random.integers(0, 2, edges.sum()))
+    lengths[random.random(num_rows) < 0.1] = 0
+    lengths[random.integers(num_rows)] = longest
+    return [int(length) for length in np.minimum(lengths, longest)]

@@ -1,0 +1,41 @@
+// Stands in for <metal_stdlib> when clang checks the kernels' Metal text without a Mac: address spaces as attributes, and
+// of Metal's library only what the kernels use, with Metal's overloads. Nothing here runs.
+#define SPACE(number) __attribute__((address_space(number)))
+#define device SPACE(1)
+#define constant SPACE(2)
+#define threadgroup static SPACE(3)  // clang wants static storage for a variable in an address space
+#define thread
+
+typedef unsigned int uint;
+typedef unsigned short ushort;
+typedef _Float16 half;
+typedef __fp16 bfloat;  // a second 16-bit type that converts through float
+typedef half float16_t;
+typedef bfloat bfloat16_t;
+typedef int int32_t;
+struct uint3 {
+  uint x, y, z;
+};
+
+enum class mem_flags { mem_none, mem_device, mem_threadgroup };
+void threadgroup_barrier(mem_flags flags);
+
+float simd_shuffle_xor(float data, ushort mask);
+half simd_shuffle_xor(half data, ushort mask);
+int simd_shuffle_xor(int data, ushort mask);
+uint simd_shuffle_xor(uint data, ushort mask);
+
+float exp2(float x);
+half exp2(half x);
+float tanh(float x);
+half tanh(half x);
+float clamp(float x, float low, float high);
+int clamp(int x, int low, int high);
+float max(float a, float b);
+half max(half a, half b);
+int max(int a, int b);
+uint max(uint a, uint b);
+float min(float a, float b);
+half min(half a, half b);
+int min(int a, int b);
+uint min(uint a, uint b);

@@ -1,0 +1,158 @@
+"""The kernels' text, run thread by thread on the CPU, against the plain-MLX reference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import engine.mlx_backend  # noqa: F401  (loads the BLAS before MLX computes)
+from engine.mlx_backend.kernels import reference
+from engine.mlx_backend.kernels.paged_attention import PagedKernels
+from engine.mlx_backend.kernels.tiling import TUNINGS, Geometry, Tuning
+from tests.kernel_cases import ArrayPool, Case, random_lengths, same
+from tests.kernel_emulator import COMPILER, Emulator
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+
+F32, F16, BF16 = mx.float32, mx.float16, mx.bfloat16
+WIDE, NARROW = TUNINGS["cuda"], TUNINGS["metal"]
+CONFIGURATIONS = {
+    "grouped heads, 128 wide, bf16": (Geometry(8, 2, 128, 16, 128**-0.5), BF16, BF16, WIDE),
+    "the same, cut for Metal": (Geometry(8, 2, 128, 16, 128**-0.5), BF16, BF16, NARROW),
+    "three heads a group, 64 wide, fp32": (Geometry(9, 3, 64, 16, 0.125), F32, F32, WIDE),
+    "no groups, 80 wide, soft cap, sinks": (Geometry(2, 2, 80, 8, 0.1, 0, 30.0, True), F16, F16, WIDE),
+    "seven heads a group, 96 wide, window": (Geometry(7, 1, 96, 16, 0.1, 50, 0.0, True), F16, F16, WIDE),
+    "two tiles, 256 wide, bf16 pool": (Geometry(32, 2, 256, 32, 0.0625, 700), F32, BF16, NARROW),
+}
+
+
+@pytest.fixture(scope="module")
+def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
+    return Emulator(tmp_path_factory.mktemp("kernels"))
+
+
+@pytest.fixture(autouse=True)
+def _on_the_cpu() -> None:
+    mx.set_default_device(mx.Device(mx.cpu, 0))
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_decode(name: str, emulator: Emulator) -> None:
+    geometry, dtype, pool_dtype, tuning = CONFIGURATIONS[name]
+    random = np.random.default_rng(7)
+    kernels = PagedKernels(geometry, dtype, pool_dtype, emulator, tuning)
+    for seed, (num_rows, longest) in enumerate([(1, 1), (1, 5000), (2, 17), (5, 1500), (12, 200), (33, 40)]):
+        lengths = random_lengths(random, num_rows, longest, geometry.block_size)
+        Case(geometry, dtype, pool_dtype, lengths, seed).check_decode(kernels)
+
+
+@pytest.mark.parametrize("target_groups", [1, 1_000_000], ids=["one split", "most splits"])
+def test_a_row_gives_the_same_in_one_split_and_in_many(target_groups: int, emulator: Emulator) -> None:
+    geometry = Geometry(8, 2, 128, 16, 128**-0.5)
+    tuning = Tuning(target_groups=target_groups, longest_span=10_000)
+    kernels = PagedKernels(geometry, BF16, BF16, emulator, tuning)
+    for seed, lengths in enumerate([[1024, 1, 64, 65, 0], [2000, 1999], [16, 17, 15]]):
+        Case(geometry, BF16, BF16, lengths, seed).check_decode(kernels)
+
+
+def test_tokens_stored_by_a_step_are_read_by_the_next(emulator: Emulator) -> None:
+    """Two sequences grow over block borders from nothing; each step is checked against attention over all so far."""
+    geometry = Geometry(4, 2, 64, 8, 0.125)
+    kernels = PagedKernels(geometry, F32, F32, emulator, WIDE)
+    random = np.random.default_rng(3)
+    pool = ArrayPool(mx.full((2 * 9 * 8, 64), float("nan")), mx.full((2 * 9 * 8, 64), float("nan")))
+    table = mx.array([[5, 0, 7, 1], [2, 6, 3, 4]], mx.int32)
+    version = mx.array([0], mx.int32)
+    queries, keys, values = (mx.array(random.standard_normal((20, 2, h, 1, 64)).astype("f4")) for h in (4, 2, 2))
+    for step in range(20):
+        lengths = mx.array([step + 1, max(0, step - 5)], mx.int32)
+        new_keys = keys[mx.array([step, max(0, step - 6)]), mx.array([0, 1])]
+        new_values = values[mx.array([step, max(0, step - 6)]), mx.array([0, 1])]
+        out, version = kernels.decode(queries[step], new_keys, new_values, pool, table, lengths, version)
+        for row, length in enumerate(lengths.tolist()):  # type: ignore[arg-type]
+            seen = slice(0, length)
+            wanted = mx.fast.scaled_dot_product_attention(
+                queries[step, row][None],
+                keys[seen, row].squeeze(2).swapaxes(0, 1)[None],
+                values[seen, row].squeeze(2).swapaxes(0, 1)[None],
+                scale=0.125,
+            )
+            assert length == 0 or mx.allclose(out[row], wanted[0], atol=1e-5), (step, row)
+    assert version.item() == 20
+
+
+@pytest.mark.parametrize("name", ["grouped heads, 128 wide, bf16", "two tiles, 256 wide, bf16 pool"])
+def test_chunks_are_written_gathered_and_copied(name: str, emulator: Emulator) -> None:
+    geometry, dtype, pool_dtype, tuning = CONFIGURATIONS[name]
+    kernels = PagedKernels(geometry, dtype, pool_dtype, emulator, tuning)
+    case = Case(geometry, dtype, pool_dtype, [100, 1], seed=1)
+    new_keys, new_values = (case.draw(41, geometry.num_kv_heads, 1, geometry.head_dim) for _ in range(2))
+    free = sorted(set(range(case.num_blocks)) - set(case.table.reshape(-1).tolist()))
+    places = np.concatenate([np.arange(geometry.block_size) + block * geometry.block_size for block in free])
+    targets = mx.array(np.where(np.arange(41) % 7 == 3, -1, case.random.permutation(places)[:41]).astype(np.int32))
+
+    wanted_keys = reference.write(geometry, new_keys, mx.array(case.pool.keys), targets)
+    wanted_values = reference.write(geometry, new_values, mx.array(case.pool.values), targets)
+    version = kernels.write(new_keys, new_values, case.pool, targets, mx.array([0], mx.int32))
+    assert same(case.pool.keys, wanted_keys)
+    assert same(case.pool.values, wanted_values)
+
+    table, span = mx.array(case.table[0]), mx.array([32, 99, 80], mx.int32)
+    keys, values, version = kernels.gather(case.pool, table, span, 80, version)
+    assert same(keys, reference.gather(geometry, case.pool.keys, table, span, 80).astype(dtype))
+    assert same(values, reference.gather(geometry, case.pool.values, table, span, 80).astype(dtype))
+
+    pairs = mx.array([[int(case.table[0, 1]), free[0]], [int(case.table[1, 0]), free[1]]], mx.int32)
+    wanted = [reference.copy_blocks(geometry, mx.array(pool), pairs) for pool in (case.pool.keys, case.pool.values)]
+    version = kernels.copy_blocks(case.pool, pairs, version)
+    assert same(case.pool.keys, wanted[0])
+    assert same(case.pool.values, wanted[1])
+    assert version.item() == 3
+
+
+def _mutated(emulator: Emulator, old: str, new: str) -> PagedKernels:
+    """Kernels whose text was changed in one place."""
+
+    def factory(*arguments: object) -> object:
+        kernel = emulator(*arguments)  # type: ignore[arg-type]
+        kernel._source = kernel._source.replace(old, new)
+        return kernel
+
+    geometry = Geometry(8, 2, 128, 16, 128**-0.5)
+    return PagedKernels(geometry, BF16, BF16, factory, WIDE)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        pytest.param("BARRIER();", ";", "error", id="no barrier"),
+        pytest.param("if (owner) {", "if (lane < 7) {", "do not meet", id="a simdgroup operation in part of the lanes"),
+        pytest.param("max(base + u, begin), last - 1)", "base + u, last + 5)", "nan", id="a position not yet written"),
+        pytest.param("tile % TILES == 0) {", "false) {", "were stored", id="a token not stored"),
+        pytest.param(
+            "const int pos = seq_lens[row] - 1;", "const int pos = seq_lens[row];", "stored", id="one too far"
+        ),
+    ],
+)
+def test_the_emulator_notices(old: str, new: str, message: str, emulator: Emulator) -> None:
+    kernels = _mutated(emulator, old, new)
+    case = Case(kernels.geometry, BF16, BF16, [300, 44, 9], seed=2)
+    with pytest.raises(AssertionError, match=message):
+        case.check_decode(kernels)
+
+
+@pytest.mark.parametrize("bits", [F16, BF16], ids=["fp16", "bf16"])
+def test_the_emulator_rounds_as_mlx_does(bits: mx.Dtype, emulator: Emulator) -> None:
+    """Writing fp32 into a 16-bit pool rounds every number: subnormals, ties, overflow and infinity among them."""
+    geometry = Geometry(1, 1, 64, 16, 1.0)
+    kernels = PagedKernels(geometry, F32, bits, emulator, WIDE)
+    random = np.random.default_rng(0)
+    numbers = random.standard_normal(64 * 32).astype(np.float32) * np.exp(random.uniform(-20, 13, 64 * 32))
+    numbers[:8] = [0.0, -0.0, 65519.0, 65520.0, 1e-8, 6.1e-5, 1.00048828125, -np.inf]
+    new = mx.array(numbers.astype(np.float32).reshape(32, 1, 1, 64))
+    pool = ArrayPool(mx.zeros((48, 64), bits), mx.zeros((48, 64), bits))
+    mx.eval(kernels.write(new, new, pool, mx.arange(32, dtype=mx.int32), mx.array([0], mx.int32)))
+    assert same(pool.keys[:32], new.reshape(32, 64).astype(bits))

@@ -1,0 +1,66 @@
+"""The kernels' Metal text, checked by clang: a wrong address space or overload fails here and not on a user's Mac."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+
+import engine.mlx_backend  # noqa: F401  (loads the BLAS before MLX)
+from engine.mlx_backend.kernels import dialect
+from engine.mlx_backend.kernels.dialect import ALL_TEXTS, KernelText
+from engine.mlx_backend.kernels.tiling import TUNINGS, Geometry, decode_constants, tile_decode
+from tests.metal_syntax import CLANG, problems
+
+pytestmark = pytest.mark.skipif(CLANG is None, reason="needs clang (Debian: apt install clang)")
+
+GEOMETRY = Geometry(8, 2, 128, 16, 0.1, 40, 30.0, True)
+TILING = tile_decode(GEOMETRY, 2, TUNINGS["metal"])
+CONSTANTS = {**decode_constants(GEOMETRY, TILING), "NUM_HEADS": 8, "THREADS": 256}
+SMALL = frozenset({"block_table", "seq_lens", "scales", "version", "span", "sinks", "targets", "pairs"})
+
+
+def check(text: KernelText, small: frozenset[str] = SMALL, types: tuple[str, str] = ("bfloat16_t", "half")) -> str:
+    return problems(text, *types, {name: CONSTANTS[name] for name in text.constants}, small)
+
+
+@pytest.mark.parametrize("text", ALL_TEXTS, ids=lambda text: text.name)
+@pytest.mark.parametrize("small", [frozenset(), SMALL], ids=["large arrays", "small arrays"])
+def test_metal_accepts(text: KernelText, small: frozenset[str]) -> None:
+    assert check(text, small) == ""
+    assert check(text, small, ("float", "float")) == ""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Changed(KernelText):
+    old: str = ""
+    new: str = ""
+
+    def body(self, target: dialect.Target) -> str:
+        body = super().body(target)
+        assert self.old in body
+        return body.replace(self.old, self.new)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        pytest.param(
+            "DEVICE P* k_to = (DEVICE P*)", "P* k_to = (P*)", "no address space", id="pointer without a space"
+        ),
+        pytest.param("copy_vector<VEC>(keys[u] + p * VEC,", "copy_vector<VEC>(shared_top[0],", "", id="undeclared yet"),
+        pytest.param(
+            "k_pool + from +", "keys[u] + from +", "no matching function", id="thread memory as device memory"
+        ),
+        pytest.param("max(top, s)", "max(top, 1)", "ambiguous", id="an overload Metal has not"),
+        pytest.param("const Offset new_row", "const long long new_row", "not in Metal", id="long long"),
+        pytest.param("float top[HEADS];", "double top[HEADS];", "not in Metal", id="double"),
+        pytest.param("(DEVICE P*)k_pool + to", "k_pool + to", "cannot initialize", id="const pool written"),
+    ],
+)
+def test_metal_refuses(old: str, new: str, message: str) -> None:
+    fields = {field.name: getattr(dialect.DECODE_WHOLE, field.name) for field in dataclasses.fields(KernelText)}
+    found = check(_Changed(**fields, old=old, new=new))
+    assert found != ""
+    assert re.search(message, found), found
