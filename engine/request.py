@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Literal
 
 from engine.errors import EngineError
 
@@ -32,6 +33,16 @@ class WaitReason(StrEnum):
     STATE = "state"
     HEADROOM = "headroom"
     PREFILL_TURN = "prefill_turn"
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an answer's text must follow. ``text`` is a JSON Schema, a regular expression, a JSON list of strings to
+    choose from, or a grammar in Lark's or GBNF's notation; for "json_object" (any JSON object) it is empty.
+    """
+
+    kind: Literal["json_object", "json_schema", "regex", "choice", "grammar"]
+    text: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,7 @@ class ChatTemplate:
             rendered = rendered or text
         if rendered is None:
             raise InvalidParameterError(
-                f"The model's chat template refuses these messages: {refusal}.", "messages"
+                f"The model's chat template refuses these messages: {str(refusal).rstrip('.')}.", "messages"
             ) from refusal
         return rendered  # the template rewrites what it is given, so that nothing can be looked for in its text
 

@@ -107,6 +107,10 @@ class Tokenizer:
         data, _ = self.pieces.join(token_ids, at_start=True, skip_special_tokens=skip_special_tokens)
         return data.decode("utf-8", "replace")
 
+    def to_json(self) -> str:
+        """Return the text of a tokenizer.json, for libraries that bring their own reader."""
+        return self._backend.to_str()
+
     def token_bytes(self, token_id: int) -> bytes:
         """Return what a token adds inside a text: maybe only a part of a character, and a special token's spelling."""
         return self.pieces.inner(token_id)
