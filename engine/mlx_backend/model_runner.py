@@ -17,9 +17,12 @@ import numpy as np
 
 from engine.batch import StepBatch, StepOutput
 from engine.interfaces import ModelFacts
+from engine.mlx_backend.activations import measure_activation_bytes
 from engine.mlx_backend.loaded_model import LoadedModel
 from engine.mlx_backend.packed_model import PackedModel
 from engine.mlx_backend.sampler import Sampler, Samples
+
+__all__ = ["KvDtype", "MlxModelRunner", "measure_activation_bytes", "resolve_kv_dtype"]
 
 KvDtype = Literal["auto", "float32", "float16", "bfloat16"]
 

@@ -72,6 +72,12 @@ class LayerPool:
             ),
         )
 
+    def read_blocks(self, blocks: Sequence[int]) -> tuple[mx.array, mx.array]:
+        """Keys and values ``[kv_heads, positions, head_dim]`` of ``blocks`` in the order of their table."""
+        heads = np.arange(self.shape.num_kv_heads)[:, None] * (self._rows // self.block_size)
+        keys, values = self.gather(mx.array((heads + np.array(blocks)).astype(np.int32))[None])
+        return keys[0], values[0]
+
     def copy_blocks(self, sources: npt.NDArray[np.int64], targets: npt.NDArray[np.int64]) -> None:
         """Copy whole blocks, all read before any is written."""
         source_rows, target_rows = mx.array(self._block_rows(sources)), mx.array(self._block_rows(targets))
