@@ -82,7 +82,7 @@ def test_what_the_gguf_package_writes_is_read(tmp_path: Path) -> None:
     (tensor,) = read_gguf_tensors(path)
     assert (tensor.name, tensor.dimensions, tensor.num_values, tensor.type_number) == ("w", (8, 4), 32, 0)
     whole = path.read_bytes()
-    for length in range(len(whole)):
+    for length in range(0, len(whole), 7):
         path.write_bytes(whole[:length])
         with pytest.raises(UnsupportedModelError, match="cannot be read as GGUF"):
             read_gguf_tensors(path)
