@@ -55,7 +55,7 @@ def _sequences(inputs: PlanInputs) -> int:
 def _needed_bytes(inputs: PlanInputs) -> int:
     slots = _least_slots(inputs)
     pool_bytes = inputs.pool_bytes(_sequences(inputs) * inputs.num_blocks_per_sequence)
-    return inputs.fixed_bytes + inputs.state_bytes(slots) + inputs.sampler_bytes(slots) + pool_bytes
+    return inputs.bytes_beside_pool(slots) + pool_bytes
 
 
 def _fewer_slots(inputs: PlanInputs) -> Iterator[tuple[str, PlanInputs]]:

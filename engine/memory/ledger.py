@@ -230,7 +230,7 @@ def _ledger(inputs: PlanInputs, slots: int, num_blocks: int) -> Ledger:
         (
             term("weights", model.weights_bytes, "permanent", "measured"),
             term("runtime", model.runtime_bytes, "permanent", "measured"),
-            term("activations", model.activation_bytes, "permanent", "measured"),
+            term("activations", inputs.activation_bytes(slots), "permanent", "measured"),
             term("mlx_cache_limit", model.cache_limit_bytes, "permanent", "configured"),
             term("state", inputs.state_bytes(slots), "per_request", "computed"),
             term("sampler", inputs.sampler_bytes(slots), "per_request", "computed"),

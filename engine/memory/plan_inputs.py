@@ -61,7 +61,8 @@ class ModelBytes:
     ``weights_bytes``: as held, not as on disk. ``kv_bytes_per_token``: K and V of all layers.
     ``buffer_bytes_per_token``: what a token takes in the largest single buffer that the pool consists of, 0 where that
     does not matter. ``state_bytes_per_slot``: recurrent state. ``activation_bytes``: the highest extra use during a
-    step of the largest chunk at full context. ``runtime_bytes``: interpreter and libraries, before weights.
+    step of the largest chunk at full context, ``activation_bytes_per_slot``: what each decoding row at full context
+    adds to it. ``runtime_bytes``: interpreter and libraries, before weights.
     ``cache_limit_bytes``: freed buffers that MLX may keep.
     """
 
@@ -71,6 +72,7 @@ class ModelBytes:
     state_bytes_per_slot: int = 0
     buffer_bytes_per_token: int = 0
     activation_bytes: int = 0
+    activation_bytes_per_slot: int = 0
     runtime_bytes: int = 0
     cache_limit_bytes: int = 0
     sources: Mapping[str, Source] = field(default_factory=dict)
@@ -132,8 +134,11 @@ class PlanInputs:
     @property
     def fixed_bytes(self) -> int:
         """What the engine holds whatever the number of slots."""
-        model = self.model
-        return model.runtime_bytes + model.weights_bytes + model.activation_bytes + model.cache_limit_bytes
+        return self.model.runtime_bytes + self.model.weights_bytes + self.model.cache_limit_bytes
+
+    def activation_bytes(self, slots: int) -> int:
+        """The highest extra use during a step that decodes ``slots`` rows beside the largest chunk."""
+        return self.model.activation_bytes + self.model.activation_bytes_per_slot * slots
 
     def state_bytes(self, slots: int) -> int:
         """Recurrent state of ``slots`` slots and of a spare one that padded rows write to."""
@@ -147,9 +152,14 @@ class PlanInputs:
         """The pool's arrays: the blocks and the null block that pads block tables."""
         return (num_blocks + NULL_BLOCKS) * self.block_bytes
 
+    def bytes_beside_pool(self, slots: int) -> int:
+        """Everything that the engine holds with ``slots`` slots, except the pool."""
+        by_slots = self.activation_bytes(slots) + self.state_bytes(slots) + self.sampler_bytes(slots)
+        return self.fixed_bytes + by_slots
+
     def num_blocks_that_fit(self, slots: int) -> int:
         """Blocks that memory allows beside ``slots`` slots; zero or less when nothing is left."""
-        left = self.limit_bytes - self.fixed_bytes - self.state_bytes(slots) - self.sampler_bytes(slots)
+        left = self.limit_bytes - self.bytes_beside_pool(slots)
         num_blocks = left // self.block_bytes - NULL_BLOCKS
         buffer_bytes = self.model.buffer_bytes_per_token * self.block_size
         if self.machine.max_buffer_bytes is not None and buffer_bytes > 0:
