@@ -22,7 +22,7 @@ ROUTER_RETRY_AFTER_S = 5.0
 SHUTDOWN_POLL_S = 0.5
 
 
-def run_app(config: AppConfig) -> DeploymentHandle[Any]:
+def run_app(config: AppConfig, replica: type[MetalReplica] = MetalReplica) -> DeploymentHandle[Any]:
     """Deploy on the Ray that this process is connected to; returns the ingress's handle when the app runs.
 
     Raises RuntimeError with Serve's words when a deployment cannot be started.
@@ -33,19 +33,19 @@ def run_app(config: AppConfig) -> DeploymentHandle[Any]:
         logging_config=_logging(),
     )
     handle: DeploymentHandle[Any] = serve.run(
-        build_app(config), name=APP_NAME, route_prefix="/", logging_config=_logging()
+        build_app(config, replica), name=APP_NAME, route_prefix="/", logging_config=_logging()
     )
     return handle
 
 
-def build_app(config: AppConfig) -> serve.Application:
+def build_app(config: AppConfig, replica: type[MetalReplica] = MetalReplica) -> serve.Application:
     """Return the application: one deployment of replicas for each model, and the ingress in front of them."""
-    replicas = {model.name: _replica(model, config.replica) for model in config.models}
+    replicas = {model.name: _replica(replica, model, config.replica) for model in config.models}
     application: serve.Application = _ingress(config.ingress).bind(config, replicas)
     return application
 
 
-def _replica(model: ModelConfig, config: ReplicaConfig) -> serve.Application:
+def _replica(replica: type[MetalReplica], model: ModelConfig, config: ReplicaConfig) -> serve.Application:
     deployment: Any = serve.deployment(
         name=model.deployment_name,
         num_replicas=model.replicas,
@@ -59,7 +59,7 @@ def _replica(model: ModelConfig, config: ReplicaConfig) -> serve.Application:
         graceful_shutdown_timeout_s=config.shutdown_grace_s,
         graceful_shutdown_wait_loop_s=SHUTDOWN_POLL_S,
         max_constructor_retry_count=config.max_start_attempts,
-    )(MetalReplica)
+    )(replica)
     application: serve.Application = deployment.bind(model, config)
     return application
 

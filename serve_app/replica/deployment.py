@@ -41,7 +41,7 @@ class MetalReplica:
         self._in_thread = config.engine_runs == "thread"
         board = BoardWriter()
         try:
-            tokenizer, self._engine = await self._load(board)
+            tokenizer, self._engine = await self.load(board)
         except EngineError as error:
             board.failed(error if isinstance(error, StartupError) else StartupError(error.message))
             raise
@@ -93,7 +93,8 @@ class MetalReplica:
         if engine is not None:
             await engine.close()
 
-    async def _load(self, board: BoardWriter) -> tuple[Tokenizer, AsyncEngine]:
+    async def load(self, board: BoardWriter) -> tuple[Tokenizer, AsyncEngine]:
+        """Return the tokenizer and the started engine, reporting progress. Tests put another engine in its place."""
         board.progress("reading the tokenizer")
         source = await asyncio.to_thread(resolve_model, self._model.engine.model)
         tokenizer = await asyncio.to_thread(load_tokenizer, source)
