@@ -3,7 +3,7 @@
 #define SPACE(number) __attribute__((address_space(number)))
 #define device SPACE(1)
 #define constant SPACE(2)
-#define threadgroup static SPACE(3)  // clang wants static storage for a variable in an address space
+#define threadgroup SPACE(3)
 #define thread
 
 typedef unsigned int uint;
@@ -25,6 +25,10 @@ half simd_shuffle_xor(half data, ushort mask);
 int simd_shuffle_xor(int data, ushort mask);
 uint simd_shuffle_xor(uint data, ushort mask);
 
+template <typename To, typename From>
+To as_type(From x);
+float log(float x);
+half log(half x);
 float exp2(float x);
 half exp2(half x);
 float tanh(float x);

@@ -32,7 +32,7 @@ _ATTRIBUTES = {
 # What clang's C++ has and Metal's has not: words, and pointers or references that name no address space.
 _WORDS = re.compile(r"\b(?:double|long\s+long|goto|try|throw|virtual|new|delete|typeid|dynamic_cast|thread_local)\b")
 _POINTERS = re.compile(
-    r"(?<!device )(?<!thread )(?<!constant )(?<!const )(?<!DEVICE )(?<!THREAD )"
+    r"(?<!device )(?<!thread )(?<!constant )(?<!const )(?<!DEVICE )(?<!THREAD )(?<!SHARED )"
     r"\b(?:T|P|Type|float|int|int32_t|bool|half|Offset)\s*[*&]\s*[\w)]"
 )
 
@@ -53,7 +53,8 @@ def metal_source(
     text: KernelText, dtype: str, pool_dtype: str, constants: Mapping[str, int], small: frozenset[str] = frozenset()
 ) -> str:
     """The file that MLX would hand to Metal's compiler."""
-    body = text.body("metal")
+    # clang wants static storage for a variable in an address space.
+    body = text.body("metal").replace("SHARED_ARRAY(", "static SHARED_ARRAY(")
     parameters = []
     for buffer in text.inputs:
         space = "constant" if buffer.name in small else "device"

@@ -8,7 +8,8 @@ signature. Rules of the dialect, so that one text is right in all places:
 - pointers carry ``DEVICE`` or ``THREAD``; inputs are used by index or through ``auto`` (Metal passes arrays of fewer
   than eight numbers in another address space);
 - threadgroup memory is declared with ``SHARED_ARRAY``, and ``BARRIER()`` is met by all threads of a threadgroup;
-- lanes talk through ``run_sum``, ``stride_sum`` and ``stride_max`` only, met by all 32 lanes of a simdgroup;
+- lanes talk through ``run_sum``, ``stride_sum`` and ``stride_max`` only, met by all 32 lanes of a simdgroup, threads
+  through ``group_sum`` and ``group_max``, met by all threads of a threadgroup;
 - numbers are converted through ``float``; pool offsets are ``Offset`` (64 bits);
 - an input's dimensions are ``NAME_shape[i]``; constants are the template's.
 """
@@ -24,10 +25,11 @@ from typing import Literal
 Target = Literal["metal", "cuda", "cpp"]
 
 SOURCE = Path(__file__).parent / "source"
+_COMMON = ("splits.h", "numbers.h", "groups.h")
 _HEADERS: dict[Target, tuple[str, ...]] = {
-    "metal": ("prelude_metal.h", "shuffles.h", "splits.h"),
-    "cuda": ("prelude_cuda.h", "shuffles.h", "splits.h"),
-    "cpp": ("prelude_cpp.h", "splits.h"),
+    "metal": ("prelude_metal.h", "shuffles.h", *_COMMON),
+    "cuda": ("prelude_cuda.h", "shuffles.h", *_COMMON),
+    "cpp": ("prelude_cpp.h", *_COMMON),
 }
 
 
@@ -140,4 +142,11 @@ BLOCK_COPY = KernelText(
     outputs=(_VERSION_OUT,),
     constants=("D", "KV_HEADS", "BLOCK", "VEC", "THREADS"),
 )
-ALL_TEXTS = (DECODE_WHOLE, DECODE_SPLIT, DECODE_REDUCE, CHUNK_WRITE, CHUNK_GATHER, BLOCK_COPY)
+SAMPLE = KernelText(
+    name="sample",
+    parts=("sample.inc",),
+    inputs=(Buffer("logits", "T"), Buffer("settings", "float"), Buffer("limits", "int"), Buffer("keys", "int")),
+    outputs=(Buffer("tokens", "int"), Buffer("broken", "int")),
+    constants=("SIMDS",),
+)
+ALL_TEXTS = (DECODE_WHOLE, DECODE_SPLIT, DECODE_REDUCE, CHUNK_WRITE, CHUNK_GATHER, BLOCK_COPY, SAMPLE)

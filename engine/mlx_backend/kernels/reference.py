@@ -8,6 +8,7 @@ Pools are ``[kv_heads * pool_rows, head_dim]``; positions that a row does not se
 from __future__ import annotations
 
 import mlx.core as mx
+import numpy as np
 
 from engine.mlx_backend.kernels.tiling import Geometry
 
@@ -55,7 +56,7 @@ def decode(
 
 def write(geometry: Geometry, new: mx.array, pool: mx.array, targets: mx.array) -> mx.array:
     """``PagedKernels.write`` of keys or values. Returns the pool."""
-    keep = [i for i, target in enumerate(targets.tolist()) if target >= 0]  # type: ignore[arg-type]
+    keep = [i for i, target in enumerate(np.array(targets)) if target >= 0]
     if not keep:
         return pool
     rows = _rows(geometry, pool, targets[mx.array(keep)][None])

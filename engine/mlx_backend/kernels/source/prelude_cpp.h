@@ -22,6 +22,7 @@
 
 #define DEVICE
 #define THREAD
+#define SHARED
 #define INLINE static inline
 #define UNROLL
 #define SHARED_ARRAY(type, name, extent) \
@@ -30,6 +31,7 @@
 #define BARRIER() emulator::barrier(__LINE__)
 
 typedef int64_t Offset;
+typedef uint32_t Word;
 
 // 16-bit floats by their bits, rounding to nearest even as GPUs do.
 struct bfloat16 {
@@ -227,6 +229,12 @@ INLINE float min(float a, float b) { return std::fmin(a, b); }
 INLINE float max(float a, float b) { return std::fmax(a, b); }
 INLINE float power_of_two(float x) { return std::exp2(x); }
 INLINE float tangent(float x) { return std::tanh(x); }
+INLINE float natural_log(float x) { return std::log(x); }
+INLINE float float_of(int bits) {
+  float x;
+  memcpy(&x, &bits, 4);
+  return x;
+}
 
 template <int N, typename T>
 INLINE void copy_vector(T* to, const T* from) {

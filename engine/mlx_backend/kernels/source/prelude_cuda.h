@@ -1,15 +1,19 @@
 // The kernels' dialect on CUDA. MLX includes its number types before this text.
 #define DEVICE
 #define THREAD
+#define SHARED
 #define INLINE static __device__ __forceinline__
 #define SHARED_ARRAY(type, name, extent) __shared__ type name extent
 #define BARRIER() __syncthreads()
 #define UNROLL _Pragma("unroll")
 
 typedef long long Offset;
+typedef unsigned int Word;
 
 INLINE float power_of_two(float x) { return exp2f(x); }
 INLINE float tangent(float x) { return tanhf(x); }
+INLINE float natural_log(float x) { return logf(x); }
+INLINE float float_of(int bits) { return __int_as_float(bits); }
 INLINE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 
 template <int BYTES> struct Packed;
