@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +34,7 @@ class StreamRecord:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A stream, read. ``num_output_tokens`` and ``num_prompt_tokens`` are the server's own counts; None = not told."""
+    """A stream, read. Token counts and ``queue_s`` are what the server says of itself; None = not told."""
 
     text: str
     chunk_times_s: tuple[float, ...]
@@ -114,14 +114,15 @@ def read_answer(record: StreamRecord) -> Answer:
     reader = _Reader()
     error = record.error
     try:
-        for arrived_s, line in _lines(record.pieces):
+        for arrived_s, line in read_lines(record.pieces):
             reader.read_line(arrived_s, line)
     except (ValueError, TypeError, AttributeError, KeyError) as parse_error:
         error = error or f"unreadable event: {type(parse_error).__name__}: {parse_error}"[:MAX_ERROR_TEXT]
     return reader.answer(error)
 
 
-def _lines(pieces: list[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:
+def read_lines(pieces: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:
+    """Cut a recorded body into lines, each with the time at which its last byte arrived."""
     rest = b""
     for arrived_s, piece in pieces:
         *whole, rest = (rest + piece).split(b"\n")
@@ -137,6 +138,7 @@ class _Reader:
         self._times_s: list[float] = []
         self._finish_reason: str | None = None
         self._usage: Mapping[str, Any] = {}
+        self._timings: Mapping[str, Any] = {}
         self._error: str | None = None
         self._done = False
 
@@ -151,6 +153,7 @@ class _Reader:
         if event.get("error"):
             self._error = f"error event: {event['error']}"[:MAX_ERROR_TEXT]
         self._usage = event.get("usage") or self._usage
+        self._timings = event.get("timings") or self._timings
         for choice in event.get("choices") or ():
             piece = _text_of(choice)
             if piece:
@@ -172,7 +175,7 @@ class _Reader:
             num_prompt_tokens=self._usage.get("prompt_tokens"),
             num_cached_tokens=details.get("cached_tokens"),
             num_output_tokens=self._usage.get("completion_tokens"),
-            queue_s=self._usage.get("queue_s"),
+            queue_s=self._timings.get("queued_s"),
             error=error,
         )
 

@@ -41,6 +41,7 @@ class ReferenceServer:
 
     behaviour: Behaviour
     requests: list[Mapping[str, Any]] = field(default_factory=list)
+    num_waiting: int = 0
     num_running: int = 0
     peak_running: int = 0
     url: str = ""
@@ -80,7 +81,9 @@ class ReferenceServer:
         if self.behaviour.fail_every and number % self.behaviour.fail_every == 0:
             _write_json(writer, {"error": {"message": "failed as asked"}}, "500 Internal Server Error")
             return True
+        self.num_waiting += 1
         async with self._slots:
+            self.num_waiting -= 1
             self.num_running += 1
             self.peak_running = max(self.peak_running, self.num_running)
             try:
@@ -93,7 +96,7 @@ class ReferenceServer:
             return {"object": "list", "data": [{"id": MODEL, "object": "model"}]}
         if path == "/status":
             running = {"num_running": self.num_running, "peak_running": self.peak_running}
-            return {"slots": self.behaviour.slots, "num_waiting": 0, **running}
+            return {"slots": self.behaviour.slots, "num_waiting": self.num_waiting, **running}
         return {} if path == "/health" else None
 
     async def _answer(self, body: Mapping[str, Any], is_chat: bool, writer: asyncio.StreamWriter) -> bool:

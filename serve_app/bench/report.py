@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from serve_app.bench.document import LevelRun, RunDocument
 from serve_app.bench.plan import BenchPlan, Level, forecast
+from serve_app.bench.self_check import SelfCheck
 from serve_app.latency import LoadSummary, Summary
 
 Figure = Callable[[LevelRun], float | None]
@@ -148,3 +149,21 @@ def plan_table(plan: BenchPlan) -> str:
     ]
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
+
+
+def self_check_text(check: SelfCheck) -> str:
+    """What a check of the client found, in words."""
+    delay, written, stamped = check.delays_s, check.gaps_written_s, check.gaps_stamped_s
+    return "\n".join(
+        (
+            f"{check.num_events} events in {check.num_streams} streams, {check.events_per_s:.0f} a second, "
+            f"{check.client_cores:.2f} cores used by the client",
+            f"written to stamped: p50 {delay.p50 * 1000:.2f} ms, p99 {delay.p99 * 1000:.2f} ms, "
+            f"largest {delay.max * 1000:.2f} ms",
+            f"gaps as written: p50 {written.p50 * 1000:.2f} ms, p95 {written.p95 * 1000:.2f} ms; "
+            f"as stamped: p50 {stamped.p50 * 1000:.2f} ms, p95 {stamped.p95 * 1000:.2f} ms",
+            "the client keeps time"
+            if check.passed
+            else "too late: close other programs, or measure with fewer streams",
+        )
+    )

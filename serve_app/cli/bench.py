@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
+from serve_app.bench.document import read_document
 from serve_app.bench.plan import BenchPlan
+from serve_app.bench.plots import draw_all
+from serve_app.bench.report import self_check_text
+from serve_app.bench.self_check import check_client
 from serve_app.bench.session import measure, token_counter
 from serve_app.bench.target import EosBan, Target
 from serve_app.cli import bench_options as option
 from serve_app.cli import bench_peers
 from serve_app.cli.bench_output import DEFAULT_FOLDER, finish, show_plan
-from serve_app.cli.console import progress, reports_errors
+from serve_app.cli.console import EXIT_FAILED, out, print_json, progress, reports_errors
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 
@@ -57,6 +63,7 @@ def run(
     out_folder: option.OutFolder = DEFAULT_FOLDER,
     key: option.ApiKey = None,
     allow_remote: option.AllowRemote = False,
+    plots: option.Plots = False,
     strict: option.Strict = False,
     dry_run: option.DryRun = False,
     as_json: option.AsJson = False,
@@ -81,7 +88,37 @@ def run(
     target = Target(label, url.rstrip("/"), model, ban_eos, eos_token_ids, key, slots)
     with progress("connecting") as report:
         documents = measure([target], plan, count_tokens=count_tokens, report=report, allow_remote=allow_remote)
-    finish(documents, Path(out_folder), title=f"Bench of {label}", strict=strict, as_json=as_json)
+    finish(documents, Path(out_folder), title=f"Bench of {label}", plots=plots, strict=strict, as_json=as_json)
+
+
+@app.command("plot")
+@reports_errors
+def plot(
+    results: Annotated[list[Path], typer.Argument(help="JSON of one run, or of several to set side by side.")],
+    out_folder: option.OutFolder = DEFAULT_FOLDER,
+) -> None:
+    """Draw pictures of runs that were made before."""
+    documents = [read_document(path) for path in results]
+    for path in draw_all(documents, Path(out_folder), results[0].stem):
+        out.print(str(path), soft_wrap=True, markup=False)
+
+
+@app.command("check-client")
+@reports_errors
+def check(
+    events_per_s: Annotated[float, typer.Option(min=1, max=20_000, help="Token events per second.")] = 2000.0,
+    seconds: Annotated[float, typer.Option(min=0.1, max=60, help="How long.")] = 5.0,
+    as_json: option.AsJson = False,
+) -> None:
+    """Measure the bench itself against a server with known timing."""
+    with progress(f"{events_per_s:.0f} events/s for {seconds:.0f} s"):
+        result = asyncio.run(check_client(events_per_s, seconds))
+    if as_json:
+        print_json(asdict(result))
+    else:
+        out.print(self_check_text(result), soft_wrap=True, markup=False)
+    if not result.passed:
+        raise typer.Exit(EXIT_FAILED)
 
 
 app.command("peers")(bench_peers.peers)

@@ -12,6 +12,7 @@ import typer
 
 from serve_app.bench.document import RunDocument, to_json, write_document
 from serve_app.bench.plan import BenchPlan, forecast
+from serve_app.bench.plots import draw_all
 from serve_app.bench.report import markdown_report, markdown_table, plan_table, verdict_lines
 from serve_app.cli.console import EXIT_FAILED, out, print_json
 
@@ -26,7 +27,9 @@ def show_plan(plan: BenchPlan, as_json: bool) -> None:
         out.print(plan_table(plan), soft_wrap=True)
 
 
-def finish(documents: Sequence[RunDocument], folder: Path, *, title: str, strict: bool, as_json: bool) -> None:
+def finish(
+    documents: Sequence[RunDocument], folder: Path, *, title: str, plots: bool, strict: bool, as_json: bool
+) -> None:
     """Write and show results. With ``strict`` figures that may not be quoted end with exit code 1."""
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     for document in documents:
@@ -34,6 +37,8 @@ def finish(documents: Sequence[RunDocument], folder: Path, *, title: str, strict
         write_document(document, folder / f"{stamp}-{name}.json")
     report_path = folder / f"{stamp}.md"
     report_path.write_text(markdown_report(documents, title=title))
+    if plots:
+        draw_all(documents, folder, stamp)
     if as_json:
         print_json([to_json(document) for document in documents])
     else:

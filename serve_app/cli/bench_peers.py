@@ -39,6 +39,7 @@ def peers(
     max_level_s: option.MaxLevel = 600.0,
     max_total_s: option.MaxTotal = 3600.0,
     out_folder: option.OutFolder = DEFAULT_FOLDER,
+    plots: option.Plots = False,
     strict: option.Strict = False,
     dry_run: option.DryRun = False,
     as_json: option.AsJson = False,
@@ -60,7 +61,7 @@ def peers(
         return
     with progress("starting") as report:
         documents = measure_peers(options, plan, report)
-    finish(documents, Path(out_folder), title="Bench beside peers", strict=strict, as_json=as_json)
+    finish(documents, Path(out_folder), title="Bench beside peers", plots=plots, strict=strict, as_json=as_json)
     if not as_json:
         for other in documents[1:]:
             out.print("\n" + comparison_table(other, documents[0]), soft_wrap=True, markup=False)
