@@ -37,6 +37,8 @@ _UNREAD_KEYS = (
     "attn_layer_period",
 )
 _FLOAT32_BYTES = 4
+_CPU_CACHE_BYTES = 32 * MIB
+_LEAST_GPU_CACHE_BYTES = 64 * MIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,7 @@ class ModelShape:
     architecture: str
     vocab_size: int
     max_model_len: int
+    num_heads: int
     hidden_width: int
     feed_forward_width: int
     layers: tuple[LayerCache, ...]
@@ -117,6 +120,7 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape:
             architecture=str(flat["model_type"]),
             vocab_size=int(flat["vocab_size"]),
             max_model_len=int(flat["max_position_embeddings"]),
+            num_heads=int(flat["num_attention_heads"]),
             hidden_width=hidden,
             feed_forward_width=max(feed_forward, experts * expert_width),
             layers=tuple(_layers(flat)),
@@ -192,27 +196,56 @@ class Weights:
     num_values: int
 
 
-def model_bytes(
-    shape: ModelShape, weights: Weights, backend: Backend, max_chunk_tokens: int, value_bytes: int | None = None
-) -> ModelBytes:
-    """What the model will take on ``backend``; ``value_bytes`` is the size of one cached number, None for the usual.
+@dataclass(frozen=True, slots=True)
+class ModelEstimate:
+    """A model before it is loaded, on one backend. ``value_bytes``: of one cached number, None for the usual.
 
     The CPU backend holds and computes everything in float32 (its half-precision products are many times slower).
     """
-    compute_bytes = _FLOAT32_BYTES if backend == "cpu" else 2
-    kv_value_bytes = value_bytes or compute_bytes
-    activation_bytes = _activation_bytes(shape, max_chunk_tokens, compute_bytes)
-    return ModelBytes(
-        weights_bytes=weights.num_values * _FLOAT32_BYTES if backend == "cpu" else weights.packed_bytes,
-        kv_bytes_per_token=shape.kv_bytes_per_token(kv_value_bytes),
-        vocab_size=shape.vocab_size,
-        state_bytes_per_slot=shape.state_bytes_per_slot(compute_bytes),
-        buffer_bytes_per_token=kv_value_bytes * max(layer.buffer_values_per_token for layer in shape.layers),
-        activation_bytes=activation_bytes,
-        runtime_bytes=RUNTIME_BYTES,
-        cache_limit_bytes=0 if backend == "cpu" else activation_bytes,
-        sources={"weights": "computed", "runtime": "computed", "activations": "computed"},
-    )
+
+    shape: ModelShape
+    weights: Weights
+    backend: Backend
+    max_chunk_tokens: int
+    value_bytes: int | None = None
+
+    def at(self, max_model_len: int) -> ModelBytes:
+        """What the model takes when it serves contexts of up to ``max_model_len`` tokens."""
+        shape, on_cpu = self.shape, self.backend == "cpu"
+        compute_bytes = _FLOAT32_BYTES if on_cpu else 2
+        kv_bytes = self.value_bytes or compute_bytes
+        activation_bytes = compute_bytes * self._chunk_values(max_model_len)
+        return ModelBytes(
+            weights_bytes=self.weights.num_values * _FLOAT32_BYTES if on_cpu else self.weights.packed_bytes,
+            kv_bytes_per_token=shape.kv_bytes_per_token(kv_bytes),
+            vocab_size=shape.vocab_size,
+            state_bytes_per_slot=shape.state_bytes_per_slot(compute_bytes),
+            buffer_bytes_per_token=kv_bytes * max(layer.buffer_values_per_token for layer in shape.layers),
+            activation_bytes=activation_bytes,
+            # The CPU path gathers a layer's keys and values for each row; the GPU kernels read them in place.
+            activation_bytes_per_slot=compute_bytes * max_model_len * self._layer_values if on_cpu else 0,
+            runtime_bytes=RUNTIME_BYTES,
+            cache_limit_bytes=cache_limit_bytes(self.backend, activation_bytes),
+            sources={"weights": "computed", "runtime": "computed", "activations": "computed"},
+        )
+
+    @property
+    def _layer_values(self) -> int:
+        return max(layer.values_per_token for layer in self.shape.layers)
+
+    def _chunk_values(self, max_model_len: int) -> int:
+        """Numbers alive at once during a chunk's step: one layer's values, several times over because a step's graph
+        frees late; the context's keys and values; on the CPU all attention scores."""
+        shape, num_tokens = self.shape, min(self.max_chunk_tokens, max_model_len)
+        width = 8 * shape.hidden_width + 4 * shape.feed_forward_width
+        scores = num_tokens * shape.num_heads * max_model_len if self.backend == "cpu" else 0
+        return num_tokens * width + max_model_len * self._layer_values + scores + 4 * shape.vocab_size
+
+
+def cache_limit_bytes(backend: Backend, activation_bytes: int) -> int:
+    """What MLX may keep of freed buffers: on a GPU all that a step frees, on the CPU its own small default (there
+    malloc keeps the rest)."""
+    return _CPU_CACHE_BYTES if backend == "cpu" else max(_LEAST_GPU_CACHE_BYTES, activation_bytes)
 
 
 def mac_memory(total_bytes: int) -> MachineMemory:
@@ -225,9 +258,12 @@ def mac_memory(total_bytes: int) -> MachineMemory:
     return MachineMemory(total_bytes, working_set_bytes=working_set, max_buffer_bytes=working_set * 3 // 4)
 
 
-def plan_contexts(inputs: PlanInputs, contexts: Iterable[int]) -> list[ContextPlan]:
+def plan_contexts(inputs: PlanInputs, model: ModelEstimate, contexts: Iterable[int]) -> list[ContextPlan]:
     """Plan the same machine and model at each context length."""
-    return [_plan_context(dataclasses.replace(inputs, max_model_len=context)) for context in contexts]
+    return [
+        _plan_context(dataclasses.replace(inputs, model=model.at(context), max_model_len=context))
+        for context in contexts
+    ]
 
 
 def _plan_context(inputs: PlanInputs) -> ContextPlan:
@@ -237,9 +273,3 @@ def _plan_context(inputs: PlanInputs) -> ContextPlan:
     except MemoryPlanError as error:
         return ContextPlan(inputs.max_model_len, sequence_bytes, 0, None, error.message, error.fix)
     return ContextPlan(inputs.max_model_len, sequence_bytes, balanced_slots(inputs), plan)
-
-
-def _activation_bytes(shape: ModelShape, num_tokens: int, value_bytes: int) -> int:
-    """One layer's values for a chunk, several times over because a step's graph frees late, and the last logits."""
-    width = 8 * shape.hidden_width + 4 * shape.feed_forward_width
-    return value_bytes * num_tokens * width + _FLOAT32_BYTES * 4 * shape.vocab_size

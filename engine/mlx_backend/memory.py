@@ -1,7 +1,7 @@
 """What MLX knows of memory and does about it: measured bytes of a loaded model, limits, buffers kept for reuse.
 
 Owns: the calls into MLX's allocator, and restoring its limits. Must not know: how memory is planned or guarded. The
-limits have only been exercised where they do nothing (CPU); on Metal they follow MLX's documentation.
+wired limit follows MLX's documentation; it has never run on Metal.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ import mlx.core as mx
 
 from engine.memory.ledger import MemoryPlan
 from engine.memory.plan_inputs import MachineMemory, ModelBytes
+from engine.memory.preflight import cache_limit_bytes
 from engine.mlx_backend.activations import measure_activation_bytes
 from engine.mlx_backend.device import Backend
 from engine.mlx_backend.loaded_model import LoadedModel
 
 # Two step widths show what a step costs by itself and what each further decoding row adds.
 _FEW_ROWS, _MORE_ROWS = 1, 5
-# With no room to keep freed buffers a step would allocate each of them anew.
-_LEAST_CACHE_BYTES = 64 << 20
 
 
 def measure_model_bytes(
@@ -42,8 +41,7 @@ def measure_model_bytes(
         activation_bytes=max(0, few - _FEW_ROWS * per_row_bytes),
         activation_bytes_per_slot=per_row_bytes,
         runtime_bytes=0 if footprint_bytes is None else max(0, footprint_bytes - known_bytes),
-        # MLX keeps freed buffers on a GPU only; on the CPU malloc keeps them, and the runtime term has them.
-        cache_limit_bytes=0 if loaded.backend == "cpu" else max(_LEAST_CACHE_BYTES, more),
+        cache_limit_bytes=cache_limit_bytes(loaded.backend, more),
         sources={"runtime": "unknown"} if footprint_bytes is None else {},
     )
 
@@ -63,8 +61,7 @@ class DeviceMemory:
 
     def __init__(self, backend: Backend, plan: MemoryPlan) -> None:
         self._cache_limit_bytes = plan.cache_limit_bytes
-        self._caches = backend != "cpu"
-        self._old_cache_limit_bytes = mx.set_cache_limit(plan.cache_limit_bytes) if self._caches else None
+        self._old_cache_limit_bytes = mx.set_cache_limit(plan.cache_limit_bytes)
         wired_bytes = plan.wired_limit_bytes if backend == "metal" else None
         self._wired_limit_bytes = wired_bytes
         self._old_wired_limit_bytes = None if wired_bytes is None else mx.set_wired_limit(wired_bytes)
@@ -75,8 +72,7 @@ class DeviceMemory:
 
     def set_tight(self, tight: bool) -> None:
         """True: keep nothing for reuse and let macOS move unused pages of the pool out; False: as planned again."""
-        if self._caches:
-            mx.set_cache_limit(0 if tight else self._cache_limit_bytes)
+        mx.set_cache_limit(0 if tight else self._cache_limit_bytes)
         if self._wired_limit_bytes is not None:
             mx.set_wired_limit(0 if tight else self._wired_limit_bytes)
         if tight:
@@ -86,5 +82,4 @@ class DeviceMemory:
         """Put back the limits from before."""
         if self._old_wired_limit_bytes is not None:
             mx.set_wired_limit(self._old_wired_limit_bytes)
-        if self._old_cache_limit_bytes is not None:
-            mx.set_cache_limit(self._old_cache_limit_bytes)
+        mx.set_cache_limit(self._old_cache_limit_bytes)

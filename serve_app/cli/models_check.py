@@ -22,9 +22,9 @@ from engine.memory.preflight import (
     CONTEXTS,
     Backend,
     ContextPlan,
+    ModelEstimate,
     ModelShape,
     mac_memory,
-    model_bytes,
     plan_contexts,
     read_shape,
 )
@@ -76,9 +76,9 @@ def check_model(
             f"write at most {longest}",
         )
     contexts = [length for length in CONTEXTS if length < longest] + [longest]
-    model = model_bytes(shape, files.weights, backend, config.prefill.max_chunk_tokens)
-    inputs = PlanInputs.of(config, machine, model, longest)
-    rows = plan_contexts(inputs, [max_model_len] if max_model_len else contexts)
+    model = ModelEstimate(shape, files.weights, backend, config.prefill.max_chunk_tokens)
+    inputs = PlanInputs.of(config, machine, model.at(max_model_len or longest), max_model_len or longest)
+    rows = plan_contexts(inputs, model, [max_model_len] if max_model_len else contexts)
     return Checked(config.model, backend, shape, inputs, tuple(rows))
 
 

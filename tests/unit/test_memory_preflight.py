@@ -12,7 +12,7 @@ import pytest
 from engine.core.model_files import ModelFiles, read_model_files
 from engine.errors import ModelNotFoundError, UnsupportedModelError
 from engine.memory.plan_inputs import GIB, MIB, PlanInputs
-from engine.memory.preflight import mac_memory, model_bytes, plan_contexts, read_shape
+from engine.memory.preflight import ModelEstimate, mac_memory, plan_contexts, read_shape
 from engine.model_source import ModelSource, resolve_model
 
 KIB = 2**10
@@ -101,12 +101,15 @@ def test_the_demo_on_either_backend() -> None:
     files = read_model_files(resolve_model("demo"))
     shape = read_shape(files.config)
     assert files.weights.num_values == 134_515_008
-    cpu, metal = (model_bytes(shape, files.weights, backend, 512) for backend in ("cpu", "metal"))
+    cpu, metal = (ModelEstimate(shape, files.weights, backend, 512).at(8192) for backend in ("cpu", "metal"))
     assert cpu.weights_bytes == 538_060_032
     assert cpu.kv_bytes_per_token == 45 * KIB
     assert metal.kv_bytes_per_token == 45 * KIB // 2
     assert metal.weights_bytes < 100 * 10**6
     assert cpu.buffer_bytes_per_token == 3 * 64 * 4
+    # As measured on the served path at full context: 181 MiB for the largest chunk, 13 MiB for each decoding row.
+    assert cpu.activation_bytes == pytest.approx(181 * MIB, rel=0.1)
+    assert cpu.activation_bytes_per_slot == pytest.approx(13 * MIB, rel=0.1)
 
 
 def write_safetensors(path: Path, tensors: dict[str, tuple[list[int], int]]) -> None:
@@ -158,14 +161,15 @@ def test_plans_by_context_length() -> None:
     files = shape_files("llama-3.1-8b")
     shape = read_shape(files.config)
     machine = mac_memory(16 * GIB)
-    inputs = PlanInputs(machine, model_bytes(shape, files.weights, "metal", 512), shape.max_model_len)
-    short, long = plan_contexts(inputs, [4096, 131_072])
+    model = ModelEstimate(shape, files.weights, "metal", 512)
+    inputs = PlanInputs(machine, model.at(131_072), shape.max_model_len)
+    short, long = plan_contexts(inputs, model, [4096, 131_072])
     assert short.sequence_bytes == 257 * 16 * 128 * KIB
     assert short.slots_that_fit == 9
     assert short.plan is not None
     assert short.plan.slots == 9
     assert (long.plan, long.slots_that_fit) == (None, 0)
-    assert long.fix == "set `max_model_len: 40960`"
+    assert long.fix == "set `max_model_len: 32768`"
     assert "weights 4.21 GiB (computed)" in long.error
 
 
@@ -174,5 +178,6 @@ def test_metal_limits_of_a_mac_that_is_not_here(gib: int, working_set_gib: float
     machine = mac_memory(gib * GIB)
     assert machine.working_set_bytes == pytest.approx(working_set_gib * GIB, abs=1)
     assert machine.foreign_bytes is None
-    inputs = PlanInputs(machine, model_bytes(read_shape(LLAMA), shape_files("llama-3.1-8b").weights, "metal", 64), 512)
+    model = ModelEstimate(read_shape(LLAMA), shape_files("llama-3.1-8b").weights, "metal", 64)
+    inputs = PlanInputs(machine, model.at(512), 512)
     assert inputs.limit_bytes <= working_set_gib * GIB + 1024 * MIB
