@@ -110,6 +110,11 @@ class InputBuilder:
             head_rows=mx.array(np.array(head_rows, dtype=np.int32)),
         )
 
+    def blocks_begun(self, row: BatchRow) -> list[int]:
+        """Blocks whose first position ``row`` writes in this step."""
+        first = -(-row.start // self._block_size)
+        return list(row.block_ids[first : -(-(row.start + row.num_tokens) // self._block_size)])
+
     def _pool_rows(self, row: BatchRow) -> npt.NDArray[np.int64]:
         size = self._block_size
         first, last = row.start // size, (row.start + row.num_tokens - 1) // size

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import Literal
 
 import mlx.core as mx
-import numpy as np
 
 from engine.batch import StepBatch, StepOutput
 from engine.interfaces import ModelFacts
@@ -30,17 +29,24 @@ KvDtype = Literal["auto", "float32", "float16", "bfloat16"]
 class _PendingStep:
     """A step whose values are on their way."""
 
-    def __init__(self, step_index: int, samples: Samples | None, waits_for: list[mx.array], started_s: float) -> None:
+    def __init__(
+        self, step_index: int, samples: Samples | None, waits_for: list[mx.array], tainted_blocks: set[int]
+    ) -> None:
         self._step_index = step_index
         self._samples = samples
         self._waits_for = waits_for
-        self._started_s = started_s
+        self._tainted_blocks = tainted_blocks
+        self._started_s = time.perf_counter()
 
     def result(self) -> StepOutput:
         """Wait for the step. Raises what its computation raised."""
         mx.eval(self._waits_for)
         self._waits_for = []  # a held pool array would make the next step copy the whole pool
         tokens, failures = self._samples.read() if self._samples is not None else ({}, {})
+        if self._samples is not None and failures:
+            self._tainted_blocks.update(
+                block for row in self._samples.rows if row.request_id in failures for block in row.block_ids
+            )
         return StepOutput(self._step_index, tokens, time.perf_counter() - self._started_s, failures)
 
 
@@ -60,7 +66,6 @@ class MlxModelRunner:
         dtype = resolve_kv_dtype(loaded, kv_dtype)
         self._thread_id = threading.get_ident()
         self._facts = dataclasses.replace(loaded.facts, kv_bytes_per_token=loaded.kv_bytes_per_token(dtype))
-        self._max_step_tokens = slots + max_chunk_tokens
         self._model: PackedModel | None = PackedModel(
             loaded.model,
             loaded.layers,
@@ -69,6 +74,7 @@ class MlxModelRunner:
             dtype=dtype,
             max_model_len=loaded.facts.max_model_len,
         )
+        self._tainted_blocks: set[int] = set()
         self._sampler = Sampler(slots, loaded.facts.vocab_size, host_may_wait=self.max_steps_in_flight == 1)
 
     @property
@@ -84,17 +90,15 @@ class MlxModelRunner:
     def launch(self, batch: StepBatch) -> _PendingStep:
         """Build the step and start it."""
         model = self._checked()
-        started_s = time.perf_counter()
         if batch.block_copies:
-            sources, targets = np.array([(copy.source, copy.target) for copy in batch.block_copies]).T
-            for pool in model.pools:
-                pool.copy_blocks(sources, targets)
+            model.copy_blocks(batch.block_copies)
+        self._clear_tainted_blocks(model, batch)
         step = model.inputs.build(batch)
         logits = model.forward(step)
         samples = self._sampler.sample(logits, step.sampling_rows) if step.sampling_rows else None
         waits_for = model.state() + self._sampler.state() + (samples.arrays() if samples is not None else [])
         mx.async_eval(waits_for)  # type: ignore[no-untyped-call]
-        return _PendingStep(batch.step_index, samples, waits_for, started_s)
+        return _PendingStep(batch.step_index, samples, waits_for, self._tainted_blocks)
 
     def release(self, request_ids: Sequence[str]) -> None:
         """Forget what is held for requests that finished or were preempted."""
@@ -106,6 +110,16 @@ class MlxModelRunner:
             self._checked().close()
             self._model = None
             mx.clear_cache()
+
+    def _clear_tainted_blocks(self, model: PackedModel, batch: StepBatch) -> None:
+        """Zero a block that holds NaN of a failed row before another row begins it. A row reads its last block to the
+        end, unwritten positions with weight 0: any number is harmless there, but 0 * NaN is NaN."""
+        if not self._tainted_blocks:
+            return
+        begun = {block for row in batch.rows for block in model.inputs.blocks_begun(row)} & self._tainted_blocks
+        if begun:
+            model.clear_blocks(sorted(begun))
+            self._tainted_blocks -= begun
 
     def _checked(self) -> PackedModel:
         assert threading.get_ident() == self._thread_id, "MLX work belongs to the thread that built the runner"

@@ -16,8 +16,14 @@ _MASK = (1 << 64) - 1
 
 def row_keys(seeds: Sequence[int], output_indices: Sequence[int]) -> mx.array:
     """One 64-bit key per row as uint32 ``[R, 2]``, from its seed and the index of the token to draw."""
-    keys = [_mix64(_mix64(seed) + index) for seed, index in zip(seeds, output_indices, strict=True)]
-    return mx.array(np.array([(key >> 32, key & 0xFFFFFFFF) for key in keys], dtype=np.uint32))
+    words = [key_words(seed, index) for seed, index in zip(seeds, output_indices, strict=True)]
+    return mx.array(np.array(words, dtype=np.uint32))
+
+
+def key_words(seed: int, output_index: int) -> tuple[int, int]:
+    """The high and the low 32 bits of a row's key."""
+    key = _mix64(_mix64(seed) + output_index)
+    return key >> 32, key & 0xFFFFFFFF
 
 
 def gumbel(keys: mx.array, vocab_size_tokens: int) -> mx.array:

@@ -5,10 +5,13 @@ Owns: pools and caches of one model, the language-model head on sampling rows on
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
+from engine.batch import BlockCopy
 from engine.mlx_backend import attention
 from engine.mlx_backend.input_batch import InputBuilder, StepInputs
 from engine.mlx_backend.mlx_lm_parts import Model
@@ -71,6 +74,17 @@ class PackedModel:
             self._holder.inputs = self._selector.rows = None
         # A decoder that was not found, or returns something else than hidden states: the head has run on all rows.
         return logits[:, -1] if self._selector.used else logits[step.head_rows, -1]
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy whole blocks of every layer."""
+        sources, targets = np.array([(copy.source, copy.target) for copy in copies]).T
+        for pool in self.pools:
+            pool.copy_blocks(sources, targets)
+
+    def clear_blocks(self, blocks: Sequence[int]) -> None:
+        """Set whole blocks of every layer to zero."""
+        for pool in self.pools:
+            pool.clear_blocks(blocks)
 
     def state(self) -> list[mx.array]:
         """The pools' arrays, to evaluate at the end of each step."""

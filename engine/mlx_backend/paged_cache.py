@@ -84,6 +84,12 @@ class LayerPool:
         self.keys[target_rows] = self.keys[source_rows]
         self.values[target_rows] = self.values[source_rows]
 
+    def clear_blocks(self, blocks: Sequence[int]) -> None:
+        """Set whole blocks to zero."""
+        rows = mx.array(self._block_rows(np.array(blocks)))
+        self.keys[rows] = 0.0
+        self.values[rows] = 0.0
+
     def _block_rows(self, blocks: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
         heads = np.arange(self.shape.num_kv_heads)[:, None, None] * self._rows
         rows = heads + blocks[None, :, None] * self.block_size + np.arange(self.block_size)

@@ -42,8 +42,11 @@ class TokenHistory:
         self.generated: mx.array | None = None
         self.prompted: mx.array | None = None
 
-    def follow(self, rows: Sequence[BatchRow]) -> mx.array:
-        """Bring the counts of ``rows`` up to date and return their places, int32 ``[len(rows)]``."""
+    def follow(self, rows: Sequence[BatchRow], newest: mx.array | None = None) -> mx.array:
+        """Bring the counts of ``rows`` up to date and return their places, int32 ``[len(rows)]``.
+
+        ``newest`` holds each row's newest token, for rows whose newest token the host does not know yet.
+        """
         if self.generated is None or self.prompted is None:
             self.generated = mx.zeros(self._shape, mx.float32)
             self.prompted = mx.zeros(self._shape, mx.bool_)
@@ -59,7 +62,15 @@ class TokenHistory:
         if new:
             at, tokens = mx.array(np.array(new, dtype=np.int32)).T
             self.generated = self.generated.at[at, tokens].add(1.0)
-        self._num_counted.update((row.request_id, len(row.token_ids)) for row in rows)
+        num_tokens = [len(row.token_ids) for row in rows]
+        pending = [i for i, row in enumerate(rows) if num_tokens[i] < row.start + row.num_tokens]
+        if pending:
+            assert newest is not None, "a row's newest token is not known to the host"
+            at = mx.array(np.array([places[i] for i in pending], dtype=np.int32))
+            self.generated = self.generated.at[at, newest[mx.array(pending)]].add(1.0)
+            for i in pending:
+                num_tokens[i] += 1
+        self._num_counted.update(zip((row.request_id for row in rows), num_tokens, strict=True))
         return mx.array(np.array(places, dtype=np.int32))
 
     def _start(self, row: BatchRow) -> None:
@@ -85,15 +96,17 @@ class TokenHistory:
         return [array for array in (self.generated, self.prompted) if array is not None]
 
 
-def adjust(logits: mx.array, rows: Sequence[BatchRow], history: TokenHistory) -> mx.array:
-    """``logits`` ``[len(rows), V]`` of adjusted rows with bias and penalties applied."""
+def adjust(
+    logits: mx.array, rows: Sequence[BatchRow], history: TokenHistory, newest: mx.array | None = None
+) -> mx.array:
+    """``logits`` ``[len(rows), V]`` of adjusted rows with bias and penalties applied. ``newest``: as in ``follow``."""
     logits = _add_bias(logits, rows)
     penalised = [i for i, row in enumerate(rows) if _is_penalised(row.sampling)]
     if not penalised:
         return logits
     chosen = [rows[i] for i in penalised]
     at = mx.array(np.array(penalised, dtype=np.int32))
-    logits[at] = _penalise(logits[at], chosen, history)
+    logits[at] = _penalise(logits[at], chosen, history, None if newest is None else newest[at])
     return logits
 
 
@@ -106,8 +119,10 @@ def _add_bias(logits: mx.array, rows: Sequence[BatchRow]) -> mx.array:
     return logits.at[mx.array(at), mx.array(tokens)].add(mx.array(biases, dtype=mx.float32))
 
 
-def _penalise(logits: mx.array, rows: Sequence[BatchRow], history: TokenHistory) -> mx.array:
-    places = history.follow(rows)
+def _penalise(
+    logits: mx.array, rows: Sequence[BatchRow], history: TokenHistory, newest: mx.array | None
+) -> mx.array:
+    places = history.follow(rows, newest)
     assert history.generated is not None
     assert history.prompted is not None
     counts, prompted = history.generated[places], history.prompted[places]

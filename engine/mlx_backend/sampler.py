@@ -85,7 +85,7 @@ class Sampler:
         if drawing:
             at = _index(drawing)
             tokens[at] = self._draw(adjusted[at], [rows[i] for i in drawing])
-        return Samples(rows, tokens, broken, _logprobs(raw, tokens, rows))
+        return Samples(rows, tokens, broken, logprobs_of(raw, tokens, rows))
 
     def forget(self, request_ids: Sequence[str]) -> None:
         """Drop what is kept for requests that ended or were preempted."""
@@ -124,7 +124,8 @@ def _index(places: Sequence[int]) -> mx.array:
     return mx.array(np.array(places, dtype=np.int32))
 
 
-def _logprobs(raw: mx.array, tokens: mx.array, rows: Sequence[BatchRow]) -> LogprobArrays | None:
+def logprobs_of(raw: mx.array, tokens: mx.array, rows: Sequence[BatchRow]) -> LogprobArrays | None:
+    """What the rows that ask for logprobs get; ``raw`` fp32 ``[R, V]`` are the model's logits."""
     places = tuple(i for i, row in enumerate(rows) if row.sampling.num_logprobs is not None)
     if not places:
         return None

@@ -1,0 +1,176 @@
+"""Turns a step's rows into the arrays of a GPU step: decode rows padded to a rung, then prompt chunks.
+
+Owns: the packed order and everything the kernels index by. Must not know: the model, the pools, when a step runs.
+
+Decode rows keep the scheduler's order and come first; rows of padding have length 0, which the kernels skip. A token
+that the host does not know yet is -1 and is taken from ``last_tokens`` on the device, at the row's slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from engine.batch import BatchRow, StepBatch
+from engine.mlx_backend.noise import key_words
+from engine.mlx_backend.rungs import rung_for, table_width
+from engine.mlx_backend.uploads import Layout, pack
+
+_LEAST_TABLE_TOKENS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkShape:
+    """What is fixed about a chunk: packed rows ``[first, first + count)``, positions from ``start``."""
+
+    first: int
+    count: int
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """What is fixed about a step. ``layout`` says where its arrays lie in the upload."""
+
+    layout: Layout
+    num_decode_rows: int
+    chunks: tuple[ChunkShape, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HostStep:
+    """A step as the host hands it over. ``head_rows[i]`` is the request of the i-th row of logits, None is padding."""
+
+    shape: StepShape
+    upload: mx.array
+    head_rows: tuple[BatchRow | None, ...]
+
+
+class GpuInputBuilder:
+    """Builds steps for pools of ``block_size`` positions a block and contexts of up to ``max_model_len``."""
+
+    def __init__(
+        self, *, block_size: int, max_model_len: int, slots: int, vocab_size_tokens: int, windows: Iterable[int]
+    ) -> None:
+        self._block_size = block_size
+        self._least_width = max(1, _LEAST_TABLE_TOKENS // block_size)
+        self._max_width = -(-max_model_len // block_size)
+        self._slots = slots
+        self._vocab_size_tokens = vocab_size_tokens
+        self._windows = tuple(sorted(set(windows)))
+        self.rung_times_s: Mapping[int, float] = {}
+
+    def build(self, batch: StepBatch) -> HostStep:
+        """Arrays of ``batch``, packed for one upload."""
+        decodes = [row for row in batch.rows if row.num_tokens == 1]
+        chunks = [row for row in batch.rows if row.num_tokens > 1]
+        num_rows = self._num_rows(len(decodes), bool(chunks))
+        padding: tuple[None, ...] = (None,) * (num_rows - len(decodes))
+        head_rows = (*decodes, *padding, *(row for row in chunks if row.samples))
+        arrays = {**self._decode_arrays(decodes, num_rows), **self._sampling_arrays(head_rows)}
+        shapes: list[ChunkShape] = []
+        first = num_rows
+        for index, row in enumerate(chunks):
+            shapes.append(ChunkShape(first, row.num_tokens, row.start))
+            arrays |= {f"{name}{index}": array for name, array in self._chunk_arrays(row).items()}
+            first += row.num_tokens
+        if chunks:
+            arrays["chunk_tokens"] = np.concatenate([tokens_of(row) for row in chunks])
+            arrays["chunk_positions"] = np.concatenate([_positions(row) for row in chunks])
+            arrays["chunk_targets"] = np.concatenate([self._places(row) for row in chunks])
+            arrays["head_index"] = self._head_index(num_rows, chunks, shapes)
+        layout, upload = pack(arrays)
+        return HostStep(StepShape(layout, num_rows, tuple(shapes)), upload, head_rows)
+
+    def empty(self, num_rows: int, num_blocks: int) -> HostStep:
+        """A decode step of ``num_rows`` rows of padding: everything but attention costs what it will cost."""
+        head_rows: tuple[None, ...] = (None,) * num_rows
+        arrays = {**self._decode_arrays([], num_rows, num_blocks), **self._sampling_arrays(head_rows)}
+        layout, upload = pack(arrays)
+        return HostStep(StepShape(layout, num_rows, ()), upload, head_rows)
+
+    def _num_rows(self, num_decodes: int, mixed: bool) -> int:
+        if num_decodes == 0:
+            return 0
+        # A mixed step is not compiled and its products are large: its own number of rows is the best.
+        return num_decodes if mixed else rung_for(num_decodes, self.rung_times_s)
+
+    def _decode_arrays(
+        self, rows: Sequence[BatchRow], num_rows: int, num_blocks: int = 1
+    ) -> dict[str, npt.NDArray[np.generic]]:
+        lengths = np.zeros(num_rows, np.int32)
+        tokens = np.zeros(num_rows, np.int32)
+        slots = np.full(num_rows, self._slots, np.int32)  # padding scatters its token behind the last slot
+        size = self._block_size
+        needed = max((-(-(row.start + 1) // size) for row in rows), default=num_blocks)
+        table = np.zeros((num_rows, table_width(needed, self._least_width, self._max_width)), np.int32)
+        for i, row in enumerate(rows):
+            lengths[i] = row.start + 1
+            tokens[i] = row.token_ids[row.start] if len(row.token_ids) > row.start else -1
+            slots[i] = row.slot
+            blocks = row.block_ids[: -(-(row.start + 1) // size)]
+            table[i, : len(blocks)] = blocks
+        return {"tokens": tokens, "slots": slots, "lengths": lengths, "table": table} if num_rows else {}
+
+    def _sampling_arrays(self, rows: Sequence[BatchRow | None]) -> dict[str, npt.NDArray[np.generic]]:
+        R = len(rows)
+        settings = np.zeros((3, R), np.float32)
+        settings[1] = 1.0
+        limits = np.full(R, self._vocab_size_tokens, np.int32)
+        keys = np.zeros((2, R), np.uint32)
+        head_slots = np.full(R, self._slots, np.int32)
+        for i, row in enumerate(rows):
+            if row is None:
+                continue
+            head_slots[i] = row.slot if row.samples else self._slots
+            sampling = row.sampling
+            if sampling.greedy:
+                continue
+            settings[:, i] = sampling.temperature, sampling.top_p, sampling.min_p
+            limits[i] = min(sampling.top_k or self._vocab_size_tokens, self._vocab_size_tokens)
+            keys[:, i] = key_words(row.seed, row.output_index)
+        return {"settings": settings, "limits": limits, "keys": keys.view(np.int32), "head_slots": head_slots}
+
+    def _chunk_arrays(self, row: BatchRow) -> dict[str, npt.NDArray[np.generic]]:
+        """Block table and, per window, the span of positions to gather: first, last + 1, count."""
+        end = row.start + row.num_tokens
+        arrays: dict[str, npt.NDArray[np.generic]] = {
+            "chunk_table": np.array(row.block_ids[: -(-end // self._block_size)], np.int32)
+        }
+        for window in self._windows:
+            first = chunk_context_start(row.start, window, self._block_size)
+            arrays[f"span_{window}_"] = np.array([first, end, end - first], np.int32)
+        return arrays
+
+    def _places(self, row: BatchRow) -> npt.NDArray[np.int32]:
+        position = _positions(row)
+        size = self._block_size
+        first = row.start // size
+        blocks = np.array(row.block_ids[first : (row.start + row.num_tokens - 1) // size + 1], np.int64)
+        return (blocks[position // size - first] * size + position % size).astype(np.int32)
+
+    def _head_index(
+        self, num_rows: int, chunks: Sequence[BatchRow], shapes: Sequence[ChunkShape]
+    ) -> npt.NDArray[np.int32]:
+        ends = [shape.first + shape.count - 1 for row, shape in zip(chunks, shapes, strict=True) if row.samples]
+        return np.array([*range(num_rows), *ends], np.int32)
+
+
+def chunk_context_start(start: int, window: int, block_size: int) -> int:
+    """First position that a chunk from ``start`` gathers: its first token's window, down to a whole block."""
+    return max(0, start + 1 - window) // block_size * block_size if window else 0
+
+
+def tokens_of(row: BatchRow) -> npt.NDArray[np.int32]:
+    """A chunk's tokens, which the host knows."""
+    tokens = row.token_ids[row.start : row.start + row.num_tokens]
+    assert len(tokens) == row.num_tokens, f"{row.request_id}: a prompt chunk's tokens are not known to the host"
+    return np.array(tokens, np.int32)
+
+
+def _positions(row: BatchRow) -> npt.NDArray[np.int32]:
+    return np.arange(row.start, row.start + row.num_tokens, dtype=np.int32)

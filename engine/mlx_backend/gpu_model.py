@@ -1,0 +1,147 @@
+"""A model's GPU steps: from an upload and the chain of versions to logits or tokens, compiled where sizes recur.
+
+Owns: the pools' caches and versions, compiled decode steps by layout. Must not know: requests, scheduling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import mlx.core as mx
+import numpy as np
+
+from engine.batch import BlockCopy
+from engine.mlx_backend.gpu_cache import GpuLayerCache, GpuStep, KernelBook
+from engine.mlx_backend.gpu_inputs import HostStep, StepShape
+from engine.mlx_backend.input_batch import StepInputs
+from engine.mlx_backend.kernels.sampling import SampleKernel
+from engine.mlx_backend.loaded_model import LoadedModel
+from engine.mlx_backend.packed_model import PackedModel
+from engine.mlx_backend.uploads import Layout
+
+StepFunction = Callable[..., list[mx.array]]
+
+
+class GpuModel(PackedModel):
+    """One model over its own pools, computed with the paged kernels. Use from one thread.
+
+    ``sampling`` None means that the sampling kernel is off: then ``decode`` gives logits only.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: mx.Dtype,
+        book: KernelBook,
+        sampling: SampleKernel | None,
+        compiles: bool = True,
+    ) -> None:
+        max_model_len = loaded.facts.max_model_len
+        super().__init__(
+            loaded.model,
+            loaded.layers,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            dtype=dtype,
+            max_model_len=max_model_len,
+        )
+        self.layers = [GpuLayerCache(pool, self._holder, max_model_len, book) for pool in self.pools]
+        self.caches = list(self.layers)
+        self._sampling = sampling
+        self._compiles = compiles
+        self._decode_steps: dict[tuple[Layout, bool], StepFunction] = {}
+
+    @property
+    def versions(self) -> list[mx.array]:
+        """The newest link of every layer's chain."""
+        return [layer.version for layer in self.layers]
+
+    @versions.setter
+    def versions(self, versions: Sequence[mx.array]) -> None:
+        for layer, version in zip(self.layers, versions, strict=True):
+            layer.version = version
+
+    def logits(self, host: HostStep, last_tokens: mx.array) -> mx.array:
+        """Logits [R, vocab] of the step's head rows, lazily. ``last_tokens`` int32 by slot."""
+        if host.shape.chunks:
+            return self._forward(host.shape, host.shape.layout.unpack(host.upload), last_tokens)
+        logits, *self.versions = self._decode_step(host.shape, False)(host.upload, last_tokens, *self.versions)
+        return logits
+
+    def tokens(self, host: HostStep, last_tokens: mx.array) -> list[mx.array]:
+        """Tokens int32 [R] of the head rows, marks of broken rows [R], and ``last_tokens`` with the new ones."""
+        if host.shape.chunks:
+            arrays = host.shape.layout.unpack(host.upload)
+            return self._sample(self._forward(host.shape, arrays, last_tokens), arrays, last_tokens)
+        tokens, broken, last_tokens, *self.versions = self._decode_step(host.shape, True)(
+            host.upload, last_tokens, *self.versions
+        )
+        return [tokens, broken, last_tokens]
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy whole blocks of every layer, after all steps built so far."""
+        pairs = mx.array(np.array([(copy.source, copy.target) for copy in copies], np.int32))
+        for layer in self.layers:
+            layer.copy_blocks(pairs)
+
+    def close(self) -> None:
+        """Drop pools, caches and compiled steps."""
+        super().close()
+        self._decode_steps.clear()
+        self.layers.clear()
+
+    def _decode_step(self, shape: StepShape, samples: bool) -> StepFunction:
+        key = (shape.layout, samples)
+        if key not in self._decode_steps:
+
+            def run(upload: mx.array, last_tokens: mx.array, *versions: mx.array) -> list[mx.array]:
+                self.versions = versions
+                arrays = shape.layout.unpack(upload)
+                logits = self._forward(shape, arrays, last_tokens)
+                results = self._sample(logits, arrays, last_tokens) if samples else [logits]
+                return [*results, *self.versions]
+
+            self._decode_steps[key] = cast(StepFunction, mx.compile(run)) if self._compiles else run
+        return self._decode_steps[key]
+
+    def _forward(self, shape: StepShape, arrays: dict[str, mx.array], last_tokens: mx.array) -> mx.array:
+        tokens, positions = [], []
+        if shape.num_decode_rows:
+            known = arrays["tokens"]
+            tokens.append(mx.where(known < 0, last_tokens[arrays["slots"]], known))
+            positions.append(mx.maximum(arrays["lengths"] - 1, 0))
+        if shape.chunks:
+            tokens.append(arrays["chunk_tokens"])
+            positions.append(arrays["chunk_positions"])
+        head_rows = arrays["head_index"] if shape.chunks else mx.arange(shape.num_decode_rows)
+        step = GpuStep(
+            tokens=_joined(tokens)[:, None],
+            positions=_joined(positions),
+            head_rows=head_rows,
+            num_decode_rows=shape.num_decode_rows,
+            chunks=shape.chunks,
+            arrays=arrays,
+        )
+        return self.forward(cast(StepInputs, step))
+
+    def _sample(self, logits: mx.array, arrays: dict[str, mx.array], last_tokens: mx.array) -> list[mx.array]:
+        assert self._sampling is not None, "the sampling kernel is off"
+        tokens, broken = self._sampling(
+            logits, arrays["settings"].view(mx.float32), arrays["limits"], arrays["keys"]
+        )
+        return [tokens, broken, remember(last_tokens, arrays["head_slots"], tokens)]
+
+
+def remember(last_tokens: mx.array, slots: mx.array, tokens: mx.array) -> mx.array:
+    """``last_tokens`` with ``tokens`` at ``slots``; the old array stays as it is, a step in flight may read it."""
+    changed = mx.array(last_tokens)
+    changed[slots] = tokens
+    return changed
+
+
+def _joined(parts: list[mx.array]) -> mx.array:
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts)
