@@ -21,6 +21,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 from engine.core.messages import Launch, Shutdown, ToEngine
 from engine.core.transport import OnEnded, OnMessage
@@ -96,8 +97,8 @@ class ProcessTransport(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Called by asyncio."""
-        assert isinstance(transport, asyncio.WriteTransport)
-        self._connection = transport
+        # Not checked with isinstance: uvloop's transports do not derive from asyncio's classes.
+        self._connection = cast(asyncio.WriteTransport, transport)
 
     def data_received(self, data: bytes) -> None:
         """Called by asyncio: hand on the complete messages."""
@@ -106,7 +107,7 @@ class ProcessTransport(asyncio.Protocol):
 
     def connection_lost(self, _error: Exception | None) -> None:
         """Called by asyncio: the child has closed its end, or is gone."""
-        self._told_end = self._event_loop.create_task(self._tell_end())
+        self._tell_end_soon()
 
     def _spawn(self) -> socket.socket:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -141,6 +142,12 @@ class ProcessTransport(asyncio.Protocol):
         for transport in (self._connection, self._pipe):
             if transport is not None:
                 transport.close()
+        # A connection that was never made, or is made but never lost, must not hide that the process is gone.
+        self._tell_end_soon()
+
+    def _tell_end_soon(self) -> None:
+        if self._told_end is None:
+            self._told_end = self._event_loop.create_task(self._tell_end())
 
     async def _gone_within(self, timeout_s: float) -> bool:
         with contextlib.suppress(TimeoutError):
