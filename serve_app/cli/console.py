@@ -44,6 +44,14 @@ def reports_errors(command: Callable[P, R]) -> Callable[P, R]:
                 raise
             print_error(error)
             raise typer.Exit(EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED) from error
+        except (typer.Exit, typer.Abort):
+            raise
+        except Exception as error:
+            if os.environ.get("METALSLOTS_DEBUG") == "1":
+                raise
+            cause = f"{type(error).__name__}: {error}"
+            print_error(CommandFailedError(cause, "a defect of ours; METALSLOTS_DEBUG=1 shows where it arose"))
+            raise typer.Exit(EXIT_FAILED) from error
         except KeyboardInterrupt:
             err.print("stopped")
             raise typer.Exit(130) from None

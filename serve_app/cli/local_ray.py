@@ -11,12 +11,14 @@ import logging
 import os
 import secrets
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from serve_app.cli.console import CommandFailedError
 from serve_app.config import ray_environment
 
 OBJECT_STORE_BYTES = 256 * 2**20
@@ -34,7 +36,8 @@ class LocalRay:
         self.token = secrets.token_hex(32)
 
     def start(self) -> None:
-        """Start Ray with one ``metal`` resource. Raises what Ray raises when it cannot start."""
+        """Start Ray with one ``metal`` resource. Raises CommandFailedError with Ray's own words."""
+        assert "ray" not in sys.modules, "Ray reads its environment at its first import"
         # RAY_ADDRESS would make this process join somebody else's cluster.
         for name in [key for key in os.environ if key.startswith(("RAY_ADDRESS", "RAY_AUTH_"))]:
             del os.environ[name]
@@ -44,7 +47,18 @@ class LocalRay:
         os.environ.update({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token})
         import ray
 
-        context: Any = ray.init(
+        try:
+            context: Any = self._init(ray)
+        except Exception as error:
+            raise CommandFailedError(
+                f"Ray did not start: {error}", f"read the logs in {self.log_folder} and start again"
+            ) from error
+        self.address = str(context.address_info["address"])
+
+    def _init(self, ray: Any) -> Any:
+        for name in ("ray", "ray.serve"):
+            logging.getLogger(name).setLevel(logging.ERROR)
+        return ray.init(
             address="local",
             # Logical: many small actors (controller, proxy, ingress) must be placeable on a small machine.
             num_cpus=max(8, os.cpu_count() or 1),
@@ -56,7 +70,6 @@ class LocalRay:
             _temp_dir=str(self.folder),
             _node_ip_address="127.0.0.1",
         )
-        self.address = str(context.address_info["address"])
 
     @property
     def log_folder(self) -> Path:

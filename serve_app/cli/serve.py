@@ -53,7 +53,6 @@ def serve(
         stop.ignore()
         err.print("stopping; running answers get time to finish")
         ray.stop()
-        err.print("stopped")
 
 
 class _StopSignal:
@@ -91,10 +90,11 @@ def _say_where(settings: AppConfig, sources: list[ModelSource], ray: LocalRay) -
 
 
 def _start(settings: AppConfig, ray: LocalRay) -> None:
-    from serve_app.app import run_app
-
     with progress("starting Ray") as update:
         ray.start()
+        # Only now: Ray reads its environment when it is first imported, and `start` has set it.
+        from serve_app.app import run_app
+
         update("starting the app", None)
         deploy(lambda: run_app(settings), update, ray.log_folder)
         update("asking one question", None)
