@@ -167,7 +167,7 @@ class AsyncEngine:
             slots_asked=started.slots_asked,
             scheduler=snapshot.scheduler,
             memory=snapshot.memory,
-            heartbeat_age_s=self._supervisor.heard_age_s if self.waits_for_engine else None,
+            heartbeat_age_s=self._supervisor.heard_age_s,
         )
 
     async def close(self, grace_s: float = 0.0) -> None:

@@ -45,7 +45,9 @@ class _NotLaunched:
 class EngineCore:
     """One model with its scheduler; ``step()`` does one turn.
 
-    ``clock`` returns monotonic seconds. ``memory`` returns the ledger as it is disclosed in the status.
+    ``clock`` returns monotonic seconds. ``memory`` returns the ledger as it is disclosed in the status. ``upkeep`` is
+    called with the time in every turn, before anything is scheduled: the memory guard's chance to act. ``after_close``
+    puts back what was set for the whole process.
     """
 
     def __init__(
@@ -56,12 +58,16 @@ class EngineCore:
         *,
         slots_asked: str = "",
         memory: Callable[[], MemoryFacts] = dict,
+        upkeep: Callable[[float], None] = lambda _now_s: None,
+        after_close: Callable[[], None] = lambda: None,
     ) -> None:
         self.runner = runner
         self._scheduler = scheduler
         self._clock = clock
         self._slots_asked = slots_asked
         self._memory = memory
+        self._upkeep = upkeep
+        self._after_close = after_close
         self._in_flight: deque[_InFlight] = deque()
         self._last_launched = -1
         self._forgiven_until = -1
@@ -91,7 +97,9 @@ class EngineCore:
 
         Returns what became known. Raises EngineDeadError when nothing sensible can be done any more.
         """
-        outputs = self._scheduler.expire(self._clock())
+        now_s = self._clock()
+        self._upkeep(now_s)
+        outputs = self._scheduler.expire(now_s)
         self._progressed = False
         while len(self._in_flight) < self.runner.max_steps_in_flight and self._launch_next():
             pass
@@ -121,6 +129,7 @@ class EngineCore:
                 # Its requests have been told already; what counts here is that nothing runs when memory is freed.
                 logger.exception("a step failed while the engine was closing")
         self.runner.close()
+        self._after_close()
 
     def _launch_next(self) -> bool:
         batch = self._scheduler.schedule(self._clock())

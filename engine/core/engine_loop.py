@@ -7,6 +7,7 @@ the other methods only leave messages.
 
 from __future__ import annotations
 
+import gc
 import logging
 import queue
 import time
@@ -29,6 +30,8 @@ from engine.errors import EngineDeadError, EngineError, RequestCancelledError, R
 from engine.request import FinishReason, TokenOutput
 
 SNAPSHOT_PERIOD_S = 0.2
+# An idle loop wakes so often for the memory guard, and to show that it lives.
+IDLE_PERIOD_S = 1.0
 # Only while requests wait and nothing may run (the memory guard holds them): deadlines still have to be seen.
 HELD_POLL_S = 0.02
 
@@ -74,6 +77,10 @@ class EngineLoop:
         except Exception:
             logger.exception("the engine could not be closed")
             return False
+        finally:
+            # A model's modules refer to each other, and who waits for the loop's end relies on their memory being free.
+            del core
+            gc.collect()
         if ended_well:
             self._emit(Stopped())
         return ended_well
@@ -100,18 +107,16 @@ class EngineLoop:
             self._publish(core, outputs)
         self._publish(core, core.fail_all(RequestCancelledError("The engine is stopping.")))
 
-    def _sleep_s(self, core: EngineCore) -> float | None:
-        """How long the next look into the inbox may wait; None = until a message comes."""
-        if self._stop_at_s is not None and not core.has_work:
-            return 0.0
+    def _sleep_s(self, core: EngineCore) -> float:
+        """How long the next look into the inbox may wait for a message."""
         if not core.has_work:
-            return None
+            return IDLE_PERIOD_S if self._stop_at_s is None else 0.0
         return HELD_POLL_S if self._held else 0.0
 
-    def _take_messages(self, timeout_s: float | None) -> list[ToEngine]:
+    def _take_messages(self, timeout_s: float) -> list[ToEngine]:
         messages: list[ToEngine] = []
         try:
-            if timeout_s is None or timeout_s > 0:
+            if timeout_s > 0:
                 messages.append(self._inbox.get(timeout=timeout_s))
             while True:
                 messages.append(self._inbox.get_nowait())

@@ -65,7 +65,8 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The engine at one moment, sent a few times a second while it works and once when it falls idle."""
+    """The engine at one moment, sent a few times a second while it works, once when it falls idle, and
+    every second then."""
 
     scheduler: SchedulerStats
     memory: MemoryFacts = field(default_factory=dict)

@@ -22,7 +22,7 @@ class OpenRequest:
 
     def __init__(self, request: GenerationRequest, tokenizer: Tokenizer) -> None:
         self.request = request
-        self.sequences = _sequences(request)
+        self.sequences = _sequences(request, tokenizer.eos_token_ids)
         self.answers = {
             sequence.request_id: AnswerProcessor(request, index, tokenizer)
             for index, sequence in enumerate(self.sequences)
@@ -101,25 +101,28 @@ class OpenRequests:
         return True
 
 
-def _sequences(request: GenerationRequest) -> tuple[EngineRequest, ...]:
-    first_id = request.request_id if request.n == 1 else f"{request.request_id}/0"
+def _sequences(request: GenerationRequest, eos_token_ids: tuple[int, ...]) -> tuple[EngineRequest, ...]:
+    sampling = request.sampling
+    if not sampling.ignore_eos:
+        # The tokenizer's files may name more ends than the model's configuration, which is all that the engine reads.
+        stops = dict.fromkeys((*sampling.stop_token_ids, *eos_token_ids))
+        sampling = replace(sampling, stop_token_ids=tuple(stops))
     first = EngineRequest(
-        request_id=first_id,
+        request_id=request.request_id if request.n == 1 else f"{request.request_id}/0",
         prompt_token_ids=request.prompt_token_ids,
-        sampling=request.sampling,
+        sampling=sampling,
         received_s=request.received_s,
         priority=request.priority,
         user=request.user,
         cache_salt=request.cache_salt,
         deadline_s=request.deadline_s,
     )
-    seed = request.sampling.seed
     others = (
         replace(
             first,
             request_id=f"{request.request_id}/{index}",
-            fork_of=first_id,
-            sampling=request.sampling if seed is None else replace(request.sampling, seed=seed + index),
+            fork_of=first.request_id,
+            sampling=sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + index),
         )
         for index in range(1, request.n)
     )

@@ -18,6 +18,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable
+from typing import NoReturn
 
 from engine.config import EngineConfig
 from engine.core.engine_core import EngineCore
@@ -38,13 +39,18 @@ _READ_BYTES = 1 << 18
 logger = logging.getLogger(__name__)
 
 
-def run_engine_process(fd: int, build: BuildCore) -> int:
-    """Serve the engine on the inherited socket ``fd`` until it ends; returns the exit status."""
+def run_engine_process(fd: int, build: BuildCore) -> NoReturn:
+    """Serve the engine on the inherited socket ``fd`` until it ends, and with it the process."""
     faulthandler.enable()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     os.set_inheritable(fd, False)
     with socket.socket(fileno=fd) as connection:
-        return _EngineProcess(connection, build).run()
+        status = _EngineProcess(connection, build).run()
+    logging.shutdown()
+    # The model is freed, and the interpreter's own end would add nothing but a crash: MLX keeps compiled functions,
+    # which are Python objects, per thread, and drops them when the loop's thread is gone; that asks for the lock of an
+    # interpreter which is ending by then, and aborts (seen with mlx 0.32.4).
+    os._exit(status)
 
 
 class _EngineProcess:

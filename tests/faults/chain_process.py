@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import sys
+from typing import NoReturn
 
 from engine.config import EngineConfig
 from engine.core.engine_core import EngineCore
@@ -12,7 +12,7 @@ from engine.core.process_main import run_engine_process
 from tests.core_fakes import ChainRunner, make_core
 
 
-def main() -> int:
+def main() -> NoReturn:
     """Build a chain model whose steps take ``--step-s``."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
@@ -26,8 +26,8 @@ def main() -> int:
         runner = ChainRunner(step_s=arguments.step_s, max_steps_in_flight=arguments.steps_in_flight)
         return make_core(runner, slots=config.slots, max_waiting_requests=config.max_waiting_requests)
 
-    return run_engine_process(arguments.fd, build)
+    run_engine_process(arguments.fd, build)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -59,7 +59,7 @@ async def test_many_answers_at_once_are_each_their_own() -> None:
             assert text == answer_text((name * 9).encode(), length)
         assert engine.status().scheduler.peak_running == 4
         await until(engine, lambda: engine.status().scheduler.num_finished == 16)
-        assert engine.status().heartbeat_age_s is None
+        assert engine.status().heartbeat_age_s < 30
 
 
 async def test_exactly_one_end_with_usage_and_times() -> None:

@@ -1,0 +1,122 @@
+"""Joins core and MLX: the one place that turns a configuration into a running engine, and the engine process's command.
+
+Owns: the order of start-up (files, weights, memory plan, pools, scheduler) and its progress. Must not know: Ray, HTTP.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import time
+from typing import NoReturn
+
+from engine.config import EngineConfig
+from engine.core.engine_core import EngineCore
+from engine.core.memory_readers import read_machine, system_reader
+from engine.core.messages import OnProgress, Progress
+from engine.core.process_main import run_engine_process
+from engine.memory.guard import GuardConfig, GuardEvent, MemoryGuard
+from engine.memory.guard_driver import GuardDriver, GuardHooks
+from engine.memory.ledger import MemoryPlan, plan_memory
+from engine.memory.plan_inputs import PlanInputs
+from engine.mlx_backend.loaded_model import LoadedModel
+from engine.mlx_backend.loader import load_model
+from engine.mlx_backend.memory import DeviceMemory, measure_model_bytes, with_device_limits
+from engine.mlx_backend.model_runner import MlxModelRunner, resolve_kv_dtype
+from engine.model_source import ModelSource, resolve_model
+from engine.scheduler.scheduler import Scheduler, SchedulerConfig
+
+logger = logging.getLogger(__name__)
+
+
+def build_core(config: EngineConfig, on_progress: OnProgress) -> EngineCore:
+    """Load the model and make everything around it, on the thread that will run it.
+
+    Raises StartupError: ModelNotFoundError, UnsupportedModelError, ConfigError or MemoryPlanError.
+    """
+    source = resolve_model(config.model)
+    on_progress(Progress("loading weights"))
+    loaded = load_model(source, backend=config.backend, max_model_len=config.max_model_len, parity=config.parity)
+    on_progress(Progress("measuring memory"))
+    inputs = _plan_inputs(config, loaded)
+    plan = plan_memory(inputs)
+    logger.info("%s on %s", source.name, loaded.facts.device)
+    logger.info("slots %s, %d KV blocks; %s", plan.slots_asked, plan.num_blocks, "; ".join(map(str, plan.ledger.terms)))
+    for warning in plan.warnings:
+        logger.warning("%s", warning)
+    on_progress(Progress("making the KV pool"))
+    return _join(config, source, _disclosing(loaded, plan.warnings), inputs, plan)
+
+
+def _plan_inputs(config: EngineConfig, loaded: LoadedModel) -> PlanInputs:
+    machine = with_device_limits(read_machine(), loaded)
+    dtype = resolve_kv_dtype(loaded, config.kv_dtype)
+    model = measure_model_bytes(loaded, dtype, config.prefill.max_chunk_tokens, machine.own_bytes)
+    return PlanInputs.of(config, machine, model, loaded.facts.max_model_len)
+
+
+def _disclosing(loaded: LoadedModel, warnings: tuple[str, ...]) -> LoadedModel:
+    facts = dataclasses.replace(loaded.facts, disclosures=loaded.facts.disclosures + warnings)
+    return dataclasses.replace(loaded, facts=facts)
+
+
+def _join(
+    config: EngineConfig, source: ModelSource, loaded: LoadedModel, inputs: PlanInputs, plan: MemoryPlan
+) -> EngineCore:
+    device = DeviceMemory(loaded.backend, plan)
+    runner = MlxModelRunner(
+        loaded,
+        num_blocks=plan.num_blocks,
+        block_size=config.block_size,
+        slots=plan.slots,
+        max_chunk_tokens=config.prefill.max_chunk_tokens,
+        kv_dtype=config.kv_dtype,
+    )
+    scheduler = Scheduler(_scheduler_config(config, source, runner, plan))
+    guard = MemoryGuard(GuardConfig.of(inputs))
+    hooks = GuardHooks(reusable_bytes=device.reusable_bytes, set_tight=device.set_tight, on_event=_log_guard_event)
+    return EngineCore(
+        scheduler,
+        runner,
+        time.monotonic,
+        slots_asked=plan.slots_asked,
+        memory=lambda: {**plan.status(), **guard.status()},
+        upkeep=GuardDriver(guard, system_reader(), scheduler, hooks).tick,
+        after_close=device.restore,
+    )
+
+
+def _scheduler_config(
+    config: EngineConfig, source: ModelSource, runner: MlxModelRunner, plan: MemoryPlan
+) -> SchedulerConfig:
+    return SchedulerConfig(
+        slots=plan.slots,
+        num_blocks=plan.num_blocks,
+        block_size=config.block_size,
+        max_model_len=runner.facts.max_model_len,
+        eos_token_ids=runner.facts.eos_token_ids,
+        max_waiting_requests=config.max_waiting_requests,
+        max_waiting_tokens=config.max_waiting_tokens,
+        admission_watermark_tokens=config.admission_watermark_tokens,
+        target_stall_s=config.prefill.target_stall_ms / 1000,
+        max_chunk_tokens=config.prefill.max_chunk_tokens,
+        prefix_cache=config.prefix_cache,
+        revision=source.revision,
+        max_steps_in_flight=runner.max_steps_in_flight,
+    )
+
+
+def _log_guard_event(event: GuardEvent) -> None:
+    logger.warning("memory guard: %s (%s)", event.action, event.reason)
+
+
+def main() -> NoReturn:
+    """The engine process. Its parent, ``AsyncEngine.in_process``, passes one end of a socket pair."""
+    parser = argparse.ArgumentParser(description="One engine on an inherited socket; started by its parent only.")
+    parser.add_argument("--fd", type=int, required=True, help="number of the inherited socket")
+    run_engine_process(parser.parse_args().fd, build_core)
+
+
+if __name__ == "__main__":
+    main()
