@@ -43,11 +43,17 @@ class StepShape:
 
 @dataclass(frozen=True, slots=True)
 class HostStep:
-    """A step as the host hands it over. ``head_rows[i]`` is the request of the i-th row of logits, None is padding."""
+    """A step as the host hands it over.
+
+    ``head_rows[i]`` is the request of the i-th row of logits, None is padding; ``settings`` fp32 [3, R] (temperature,
+    top_p, min_p) and ``limits`` int32 [R] (top_k) are on the upload too.
+    """
 
     shape: StepShape
     upload: mx.array
     head_rows: tuple[BatchRow | None, ...]
+    settings: npt.NDArray[np.float32]
+    limits: npt.NDArray[np.int32]
 
 
 class GpuInputBuilder:
@@ -71,7 +77,7 @@ class GpuInputBuilder:
         num_rows = self._num_rows(len(decodes), bool(chunks))
         padding: tuple[None, ...] = (None,) * (num_rows - len(decodes))
         head_rows = (*decodes, *padding, *(row for row in chunks if row.samples))
-        arrays = {**self._decode_arrays(decodes, num_rows), **self._sampling_arrays(head_rows)}
+        arrays = self._decode_arrays(decodes, num_rows)
         shapes: list[ChunkShape] = []
         first = num_rows
         for index, row in enumerate(chunks):
@@ -83,15 +89,11 @@ class GpuInputBuilder:
             arrays["chunk_positions"] = np.concatenate([_positions(row) for row in chunks])
             arrays["chunk_targets"] = np.concatenate([self._places(row) for row in chunks])
             arrays["head_index"] = self._head_index(num_rows, chunks, shapes)
-        layout, upload = pack(arrays)
-        return HostStep(StepShape(layout, num_rows, tuple(shapes)), upload, head_rows)
+        return self._packed(arrays, num_rows, tuple(shapes), head_rows)
 
     def empty(self, num_rows: int, num_blocks: int) -> HostStep:
         """A decode step of ``num_rows`` rows of padding: everything but attention costs what it will cost."""
-        head_rows: tuple[None, ...] = (None,) * num_rows
-        arrays = {**self._decode_arrays([], num_rows, num_blocks), **self._sampling_arrays(head_rows)}
-        layout, upload = pack(arrays)
-        return HostStep(StepShape(layout, num_rows, ()), upload, head_rows)
+        return self._packed(self._decode_arrays([], num_rows, num_blocks), num_rows, (), (None,) * num_rows)
 
     def _num_rows(self, num_decodes: int, mixed: bool) -> int:
         if num_decodes == 0:
@@ -116,14 +118,21 @@ class GpuInputBuilder:
             table[i, : len(blocks)] = blocks
         return {"tokens": tokens, "slots": slots, "lengths": lengths, "table": table} if num_rows else {}
 
-    def _sampling_arrays(self, rows: Sequence[BatchRow | None]) -> dict[str, npt.NDArray[np.generic]]:
-        R = len(rows)
+    def _packed(
+        self,
+        arrays: dict[str, npt.NDArray[np.generic]],
+        num_rows: int,
+        chunks: tuple[ChunkShape, ...],
+        head_rows: tuple[BatchRow | None, ...],
+    ) -> HostStep:
+        """``arrays`` and those for sampling ``head_rows``, in one upload."""
+        R = len(head_rows)
         settings = np.zeros((3, R), np.float32)
         settings[1] = 1.0
         limits = np.full(R, self._vocab_size_tokens, np.int32)
         keys = np.zeros((2, R), np.uint32)
         head_slots = np.full(R, self._slots, np.int32)
-        for i, row in enumerate(rows):
+        for i, row in enumerate(head_rows):
             if row is None:
                 continue
             head_slots[i] = row.slot if row.samples else self._slots
@@ -133,7 +142,9 @@ class GpuInputBuilder:
             settings[:, i] = sampling.temperature, sampling.top_p, sampling.min_p
             limits[i] = min(sampling.top_k or self._vocab_size_tokens, self._vocab_size_tokens)
             keys[:, i] = key_words(row.seed, row.output_index)
-        return {"settings": settings, "limits": limits, "keys": keys.view(np.int32), "head_slots": head_slots}
+        arrays |= {"settings": settings, "limits": limits, "keys": keys.view(np.int32), "head_slots": head_slots}
+        layout, upload = pack(arrays)
+        return HostStep(StepShape(layout, num_rows, chunks), upload, head_rows, settings, limits)
 
     def _chunk_arrays(self, row: BatchRow) -> dict[str, npt.NDArray[np.generic]]:
         """Block table and, per window, the span of positions to gather: first, last + 1, count."""

@@ -26,7 +26,8 @@ StepFunction = Callable[..., list[mx.array]]
 class GpuModel(PackedModel):
     """One model over its own pools, computed with the paged kernels. Use from one thread.
 
-    ``sampling`` None means that the sampling kernel is off: then ``decode`` gives logits only.
+    ``sampling`` None means that the sampling kernel is off: then ``logits`` is all there is. ``compiles``: whether
+    decode steps are compiled.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class GpuModel(PackedModel):
         )
         self.layers = [GpuLayerCache(pool, self._holder, max_model_len, book) for pool in self.pools]
         self.caches = list(self.layers)
-        self._sampling = sampling
+        self.sampling = sampling
         self._compiles = compiles
         self._decode_steps: dict[tuple[Layout, bool], StepFunction] = {}
 
@@ -67,20 +68,12 @@ class GpuModel(PackedModel):
 
     def logits(self, host: HostStep, last_tokens: mx.array) -> mx.array:
         """Logits [R, vocab] of the step's head rows, lazily. ``last_tokens`` int32 by slot."""
-        if host.shape.chunks:
-            return self._forward(host.shape, host.shape.layout.unpack(host.upload), last_tokens)
-        logits, *self.versions = self._decode_step(host.shape, False)(host.upload, last_tokens, *self.versions)
+        (logits,) = self._run(host, last_tokens, samples=False)
         return logits
 
     def tokens(self, host: HostStep, last_tokens: mx.array) -> list[mx.array]:
         """Tokens int32 [R] of the head rows, marks of broken rows [R], and ``last_tokens`` with the new ones."""
-        if host.shape.chunks:
-            arrays = host.shape.layout.unpack(host.upload)
-            return self._sample(self._forward(host.shape, arrays, last_tokens), arrays, last_tokens)
-        tokens, broken, last_tokens, *self.versions = self._decode_step(host.shape, True)(
-            host.upload, last_tokens, *self.versions
-        )
-        return [tokens, broken, last_tokens]
+        return self._run(host, last_tokens, samples=True)
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Copy whole blocks of every layer, after all steps built so far."""
@@ -94,19 +87,31 @@ class GpuModel(PackedModel):
         self._decode_steps.clear()
         self.layers.clear()
 
-    def _decode_step(self, shape: StepShape, samples: bool) -> StepFunction:
+    def _run(self, host: HostStep, last_tokens: mx.array, *, samples: bool) -> list[mx.array]:
+        shape, versions = host.shape, self.versions
         key = (shape.layout, samples)
-        if key not in self._decode_steps:
+        step = self._decode_steps.get(key)
+        if step is None:
+            step = self._step_of(shape, samples)
+            if self._compiles and not shape.chunks:
+                step = self._decode_steps[key] = cast(StepFunction, mx.compile(step))
+        try:
+            results = step(host.upload, last_tokens, *versions)
+        except BaseException:
+            self.versions = versions  # a trace that broke off leaves its placeholders there
+            raise
+        self.versions = results[-len(versions) :]
+        return results[: -len(versions)]
 
-            def run(upload: mx.array, last_tokens: mx.array, *versions: mx.array) -> list[mx.array]:
-                self.versions = versions
-                arrays = shape.layout.unpack(upload)
-                logits = self._forward(shape, arrays, last_tokens)
-                results = self._sample(logits, arrays, last_tokens) if samples else [logits]
-                return [*results, *self.versions]
+    def _step_of(self, shape: StepShape, samples: bool) -> StepFunction:
+        def run(upload: mx.array, last_tokens: mx.array, *versions: mx.array) -> list[mx.array]:
+            self.versions = versions
+            arrays = shape.layout.unpack(upload)
+            logits = self._forward(shape, arrays, last_tokens)
+            results = self._choose(logits, arrays, last_tokens) if samples else [logits]
+            return [*results, *self.versions]
 
-            self._decode_steps[key] = cast(StepFunction, mx.compile(run)) if self._compiles else run
-        return self._decode_steps[key]
+        return run
 
     def _forward(self, shape: StepShape, arrays: dict[str, mx.array], last_tokens: mx.array) -> mx.array:
         tokens, positions = [], []
@@ -117,22 +122,20 @@ class GpuModel(PackedModel):
         if shape.chunks:
             tokens.append(arrays["chunk_tokens"])
             positions.append(arrays["chunk_positions"])
-        head_rows = arrays["head_index"] if shape.chunks else mx.arange(shape.num_decode_rows)
         step = GpuStep(
             tokens=_joined(tokens)[:, None],
             positions=_joined(positions),
-            head_rows=head_rows,
+            head_rows=arrays["head_index"] if shape.chunks else mx.arange(shape.num_decode_rows),
             num_decode_rows=shape.num_decode_rows,
             chunks=shape.chunks,
             arrays=arrays,
         )
         return self.forward(cast(StepInputs, step))
 
-    def _sample(self, logits: mx.array, arrays: dict[str, mx.array], last_tokens: mx.array) -> list[mx.array]:
-        assert self._sampling is not None, "the sampling kernel is off"
-        tokens, broken = self._sampling(
-            logits, arrays["settings"].view(mx.float32), arrays["limits"], arrays["keys"]
-        )
+    def _choose(self, logits: mx.array, arrays: dict[str, mx.array], last_tokens: mx.array) -> list[mx.array]:
+        assert self.sampling is not None, "the sampling kernel is off"
+        settings = arrays["settings"].view(mx.float32)
+        tokens, broken = self.sampling(logits, settings, arrays["limits"], arrays["keys"])
         return [tokens, broken, remember(last_tokens, arrays["head_slots"], tokens)]
 
 

@@ -1,23 +1,60 @@
 """Sampling of a GPU step: in the compiled step where the kernel does it all, beside it where rows ask for more.
 
 Owns: bias, penalties and logprobs of the rows that ask for them, with the newest token still on the device; the plain
-sampler's road where the sampling kernel is off. Must not know: the model, when a step runs.
+road where the sampling kernel is off. Must not know: the model's inside, when a step runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
 
-from engine.batch import BatchRow
+from engine.batch import BatchRow, SampledToken
+from engine.errors import EngineError, StepFailedError
 from engine.mlx_backend.filters import Filters, keep_allowed
 from engine.mlx_backend.gpu_inputs import HostStep
 from engine.mlx_backend.gpu_model import GpuModel, remember
+from engine.mlx_backend.kernels.sampling import SampleKernel
 from engine.mlx_backend.noise import gumbel
 from engine.mlx_backend.penalties import TokenHistory, adjust, is_adjusted
-from engine.mlx_backend.sampler import Samples, logprobs_of
+from engine.mlx_backend.sampler import LogprobArrays, logprobs_of, read_logprobs
+
+Rows = tuple[tuple[int, BatchRow], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GpuSamples:
+    """A step's result, perhaps not computed yet. ``rows``: the sampling rows and their places in ``tokens`` and
+    ``broken``, int32 ``[R]``; ``logprobs`` are counted by ``rows``."""
+
+    rows: Rows
+    tokens: mx.array
+    broken: mx.array
+    logprobs: LogprobArrays | None = None
+
+    def arrays(self) -> list[mx.array]:
+        """What is to be evaluated with the step."""
+        extra = [] if self.logprobs is None else [self.logprobs.chosen, self.logprobs.top_ids, self.logprobs.top]
+        return [self.tokens, self.broken, *extra]
+
+    def read(self) -> tuple[dict[str, SampledToken], dict[str, EngineError]]:
+        """Wait for the values: tokens, and failures, by request id."""
+        all_tokens, broken = np.array(self.tokens), np.array(self.broken)
+        tokens = [int(all_tokens[place]) for place, _ in self.rows]
+        details = {}
+        if self.logprobs is not None:
+            details = read_logprobs(self.logprobs, [row for _, row in self.rows], tokens)
+        sampled: dict[str, SampledToken] = {}
+        failures: dict[str, EngineError] = {}
+        for i, (place, row) in enumerate(self.rows):
+            if broken[place]:
+                failures[row.request_id] = StepFailedError("The model's logits for this request are not numbers.")
+            else:
+                sampled[row.request_id] = SampledToken(tokens[i], details.get(i))
+        return sampled, failures
 
 
 class GpuSampler:
@@ -28,21 +65,20 @@ class GpuSampler:
         # One place more than there are slots: rows of padding put their token there.
         self.last_tokens = mx.zeros((num_slots + 1,), mx.int32)
 
-    def sample(self, model: GpuModel, host: HostStep) -> Samples:
+    def sample(self, model: GpuModel, host: HostStep) -> GpuSamples:
         """Run ``model`` on ``host`` and choose tokens, lazily; the newest ones stay in ``last_tokens`` by slot."""
-        rows = [(i, row) for i, row in enumerate(host.head_rows) if row is not None and row.samples]
+        rows = tuple((i, row) for i, row in enumerate(host.head_rows) if row is not None and row.samples)
         asks_more = any(is_adjusted(row.sampling) or row.sampling.num_logprobs is not None for _, row in rows)
-        if model.samples and not asks_more:
+        if model.sampling is not None and not asks_more:
             tokens, broken, self.last_tokens = model.tokens(host, self.last_tokens)
-            return _of_rows(rows, tokens, broken)
+            return GpuSamples(rows, tokens, broken)
         logits = model.logits(host, self.last_tokens).astype(mx.float32)
-        arrays = host.shape.layout.unpack(host.upload)
-        adjusted = self._adjust(logits, host.head_rows)
-        tokens, broken = model.draw(adjusted, arrays) if model.samples else draw_plainly(adjusted, arrays)
-        self.last_tokens = remember(self.last_tokens, arrays["head_slots"], tokens)
-        at = mx.array([i for i, _ in rows], mx.int32)
-        logprobs = logprobs_of(logits[at], tokens[at], [row for _, row in rows])
-        return _of_rows(rows, tokens, broken, logprobs)
+        tokens, broken = draw(self._adjust(logits, rows), host, model.sampling)
+        at = mx.array([place for place, _ in rows], mx.int32)
+        logprobs = logprobs_of(logits[at], tokens[at], [row for _, row in rows]) if rows else None
+        head_slots = host.shape.layout.unpack(host.upload)["head_slots"]
+        self.last_tokens = remember(self.last_tokens, head_slots, tokens)
+        return GpuSamples(rows, tokens, broken, logprobs)
 
     def forget(self, request_ids: Sequence[str]) -> None:
         """Drop what is kept for requests that ended or were preempted."""
@@ -52,36 +88,30 @@ class GpuSampler:
         """Arrays that live on into the next step."""
         return [self.last_tokens, *self._history.state()]
 
-    def _adjust(self, logits: mx.array, head_rows: Sequence[BatchRow | None]) -> mx.array:
-        chosen = [
-            (i, row)
-            for i, row in enumerate(head_rows)
-            if row is not None and row.samples and is_adjusted(row.sampling)
-        ]
-        if not chosen:
+    def _adjust(self, logits: mx.array, rows: Rows) -> mx.array:
+        adjusted = [(place, row) for place, row in rows if is_adjusted(row.sampling)]
+        if not adjusted:
             return logits
-        rows = [row for _, row in chosen]
-        at = mx.array([i for i, _ in chosen], mx.int32)
-        newest = self.last_tokens[mx.array([row.slot for row in rows], mx.int32)]
+        at = mx.array([place for place, _ in adjusted], mx.int32)
+        newest = self.last_tokens[mx.array([row.slot for _, row in adjusted], mx.int32)]
         changed = mx.array(logits)
-        changed[at] = adjust(logits[at], rows, self._history, newest)
+        changed[at] = adjust(logits[at], [row for _, row in adjusted], self._history, newest)
         return changed
 
 
-def draw_plainly(logits: mx.array, arrays: dict[str, mx.array]) -> tuple[mx.array, mx.array]:
-    """What the sampling kernel computes, in plain MLX operations: tokens and marks of broken rows, int32 [R]."""
-    settings, V = arrays["settings"].view(mx.float32), logits.shape[-1]
+def draw(logits: mx.array, host: HostStep, kernel: SampleKernel | None) -> tuple[mx.array, mx.array]:
+    """Tokens and marks of broken rows, int32 [R], for fp32 ``logits`` [R, V]; without ``kernel``, in plain MLX."""
+    arrays = host.shape.layout.unpack(host.upload)
+    settings = arrays["settings"].view(mx.float32)
+    if kernel is not None:
+        return kernel(logits, settings, arrays["limits"], arrays["keys"])
+    V = logits.shape[-1]
     temperature = settings[0][:, None]
     total = mx.sum(logits, axis=-1)
     broken = mx.isnan(total) | (total == mx.inf)
     scores = (logits - mx.max(logits, axis=-1, keepdims=True)) / mx.where(temperature > 0, temperature, 1.0)
-    filters = Filters(np.array(arrays["limits"]), np.array(settings[1]), np.array(settings[2]))
+    filters = Filters(host.limits.astype(np.int64), host.settings[1], host.settings[2])
     if not filters.is_off(V):
         scores = keep_allowed(scores, filters, host_may_wait=False)
-    keys = arrays["keys"].view(mx.uint32).T
-    noisy = mx.where(temperature > 0, scores + gumbel(keys, V), logits)
+    noisy = mx.where(temperature > 0, scores + gumbel(arrays["keys"].view(mx.uint32).T, V), logits)
     return mx.argmax(noisy, axis=-1).astype(mx.int32), broken.astype(mx.int32)
-
-
-def _of_rows(rows: list[tuple[int, BatchRow]], tokens: mx.array, broken: mx.array, logprobs: object = None) -> Samples:
-    raise AssertionError

@@ -119,9 +119,7 @@ def _add_bias(logits: mx.array, rows: Sequence[BatchRow]) -> mx.array:
     return logits.at[mx.array(at), mx.array(tokens)].add(mx.array(biases, dtype=mx.float32))
 
 
-def _penalise(
-    logits: mx.array, rows: Sequence[BatchRow], history: TokenHistory, newest: mx.array | None
-) -> mx.array:
+def _penalise(logits: mx.array, rows: Sequence[BatchRow], history: TokenHistory, newest: mx.array | None) -> mx.array:
     places = history.follow(rows, newest)
     assert history.generated is not None
     assert history.prompted is not None

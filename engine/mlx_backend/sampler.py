@@ -52,7 +52,7 @@ class Samples:
         """Wait for the values: tokens, and failures, by request id."""
         tokens: list[int] = self.tokens.tolist()  # type: ignore[assignment]
         broken: list[bool] = self.broken.tolist()  # type: ignore[assignment]
-        details = {} if self.logprobs is None else _read_logprobs(self.logprobs, self.rows, tokens)
+        details = {} if self.logprobs is None else read_logprobs(self.logprobs, self.rows, tokens)
         sampled = {
             row.request_id: SampledToken(token, details.get(i))
             for i, (row, token) in enumerate(zip(self.rows, tokens, strict=True))
@@ -145,7 +145,8 @@ def logprobs_of(raw: mx.array, tokens: mx.array, rows: Sequence[BatchRow]) -> Lo
     )
 
 
-def _read_logprobs(arrays: LogprobArrays, rows: Sequence[BatchRow], tokens: list[int]) -> dict[int, TokenLogprobs]:
+def read_logprobs(arrays: LogprobArrays, rows: Sequence[BatchRow], tokens: list[int]) -> dict[int, TokenLogprobs]:
+    """Logprobs by place among ``rows``; waits for the values."""
     chosen, ids, top = np.array(arrays.chosen), np.array(arrays.top_ids), np.array(arrays.top)
     details = {}
     for j, i in enumerate(arrays.places):

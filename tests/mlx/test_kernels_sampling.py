@@ -20,7 +20,7 @@ NUM_ROWS, NUM_TOKENS = 24, 1777
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory: pytest.TempPathFactory) -> SampleKernel:
     mx.set_default_device(mx.Device(mx.cpu, 0))
-    return SampleKernel(mx.float32, Emulator(tmp_path_factory.mktemp("sampling")))
+    return SampleKernel(Emulator(tmp_path_factory.mktemp("sampling")))
 
 
 def run(

@@ -1,0 +1,167 @@
+"""Runs steps on a GPU with one step in flight: the engine's ``ModelRunner`` where the paged kernels work.
+
+Owns: the order inside a step (block copies, forward, sampling, start), its time, the choice of rungs by measurement,
+the one-thread rule, freeing. Must not know: why rows were chosen, text, requests' lives beyond their ids.
+
+A step is started before the one before it is read: its decode rows take the tokens that they continue from on the
+device. What the host decides from a token (the end of a request, say) is one step late and costs that row one step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import threading
+import time
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from engine.batch import StepBatch, StepOutput
+from engine.interfaces import ModelFacts
+from engine.mlx_backend.gpu_cache import KernelBook
+from engine.mlx_backend.gpu_inputs import GpuInputBuilder
+from engine.mlx_backend.gpu_model import GpuModel
+from engine.mlx_backend.gpu_sampler import GpuSampler, GpuSamples
+from engine.mlx_backend.kernels.launch import KernelFactory
+from engine.mlx_backend.kernels.sampling import SampleKernel
+from engine.mlx_backend.kernels.tiling import Tuning
+from engine.mlx_backend.loaded_model import LoadedModel
+from engine.mlx_backend.model_runner import KvDtype, resolve_kv_dtype
+from engine.mlx_backend.rungs import rungs_up_to
+
+_WARM_UP_STEPS = 2
+_MEASURED_STEPS = 5
+
+
+@dataclasses.dataclass(slots=True)
+class StepClock:
+    """How long steps take when they overlap: from the later of launch and the end of the step before."""
+
+    last_end_s: float = 0.0
+
+    def elapsed_s(self, launched_s: float) -> float:
+        """A step that was launched at ``launched_s`` has just ended."""
+        now_s = time.perf_counter()
+        elapsed_s = now_s - max(launched_s, self.last_end_s)
+        self.last_end_s = now_s
+        return elapsed_s
+
+
+class _PendingStep:
+    """A step on its way."""
+
+    def __init__(
+        self, step_index: int, samples: GpuSamples | None, waits_for: list[mx.array], clock: StepClock
+    ) -> None:
+        self._step_index, self._samples, self._waits_for, self._clock = step_index, samples, waits_for, clock
+        self._launched_s = time.perf_counter()
+
+    def result(self) -> StepOutput:
+        """Wait for the step. Raises what its computation raised."""
+        mx.eval(self._waits_for)
+        tokens, failures = self._samples.read() if self._samples is not None else ({}, {})
+        return StepOutput(self._step_index, tokens, self._clock.elapsed_s(self._launched_s), failures)
+
+
+class GpuModelRunner:
+    """Steps of one loaded model over its own pools, with the kernels of ``factory``.
+
+    ``samples_on_device``: whether the sampling kernel is used. Used from one thread: the one that built it.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        *,
+        num_blocks: int,
+        block_size: int,
+        slots: int,
+        factory: KernelFactory,
+        tuning: Tuning,
+        kv_dtype: KvDtype = "auto",
+        samples_on_device: bool = True,
+        compiles: bool = True,
+    ) -> None:
+        dtype = resolve_kv_dtype(loaded, kv_dtype)
+        self._thread_id = threading.get_ident()
+        self._facts = dataclasses.replace(loaded.facts, kv_bytes_per_token=loaded.kv_bytes_per_token(dtype))
+        self._slots, self._block_size = slots, block_size
+        self._model: GpuModel | None = GpuModel(
+            loaded,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            dtype=dtype,
+            book=KernelBook(block_size, factory, tuning),
+            sampling=SampleKernel(factory) if samples_on_device else None,
+            compiles=compiles,
+        )
+        self._sampler = GpuSampler(slots, loaded.facts.vocab_size)
+        self._inputs = GpuInputBuilder(
+            block_size=block_size,
+            max_model_len=loaded.facts.max_model_len,
+            slots=slots,
+            vocab_size_tokens=loaded.facts.vocab_size,
+            windows=(layer.window or 0 for layer in loaded.layers),
+        )
+        self._clock = StepClock()
+
+    @property
+    def facts(self) -> ModelFacts:
+        """Facts of the loaded model, with the pool's own dtype."""
+        return self._facts
+
+    @property
+    def max_steps_in_flight(self) -> int:
+        """Two: one computes while the host reads the other and prepares the next."""
+        return 2
+
+    @property
+    def rung_times_s(self) -> dict[int, float]:
+        """Measured times of decode steps by number of rows, attention left out; empty before ``warm_up``."""
+        return dict(self._inputs.rung_times_s)
+
+    def launch(self, batch: StepBatch) -> _PendingStep:
+        """Build the step and start it."""
+        model = self._checked()
+        if batch.block_copies:
+            model.copy_blocks(batch.block_copies)
+        host = self._inputs.build(batch)
+        samples = None
+        if any(row is not None and row.samples for row in host.head_rows):
+            samples = self._sampler.sample(model, host)
+        else:
+            model.logits(host, self._sampler.last_tokens)  # for the pools' sake; the head is never computed
+        waits_for = [*model.versions, *self._sampler.state(), *(samples.arrays() if samples is not None else ())]
+        mx.async_eval(waits_for)  # type: ignore[no-untyped-call]
+        return _PendingStep(batch.step_index, samples, waits_for, self._clock)
+
+    def warm_up(self) -> None:
+        """Compile the decode steps of every rung and measure them, so that the fastest sufficient one is taken."""
+        model = self._checked()
+        times_s = {}
+        for rung in rungs_up_to(self._slots):
+            host = self._inputs.empty(rung, num_blocks=1)
+            durations_s = []
+            for _ in range(_WARM_UP_STEPS + _MEASURED_STEPS):
+                started_s = time.perf_counter()
+                mx.eval(*self._sampler.sample(model, host).arrays(), *model.versions)
+                durations_s.append(time.perf_counter() - started_s)
+            times_s[rung] = statistics.median(durations_s[_WARM_UP_STEPS:])
+        self._inputs.rung_times_s = times_s
+
+    def release(self, request_ids: Sequence[str]) -> None:
+        """Forget what is held for requests that finished or were preempted."""
+        self._sampler.forget(request_ids)
+
+    def close(self) -> None:
+        """Free pools and give MLX's cached memory back."""
+        if self._model is not None:
+            self._checked().close()
+            self._model = None
+            mx.clear_cache()
+
+    def _checked(self) -> GpuModel:
+        assert threading.get_ident() == self._thread_id, "MLX work belongs to the thread that built the runner"
+        assert self._model is not None, "the runner is closed"
+        return self._model

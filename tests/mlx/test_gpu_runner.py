@@ -1,0 +1,162 @@
+"""The GPU runner on the CPU: its kernels' text run by the emulator, its pipeline by the real scheduler and core."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import mlx.core as mx
+import pytest
+
+from engine.batch import BlockCopy, StepBatch
+from engine.core.engine_core import EngineCore
+from engine.mlx_backend.gpu_runner import GpuModelRunner
+from engine.mlx_backend.kernels.tiling import Tuning
+from engine.mlx_backend.loaded_model import LoadedModel
+from engine.mlx_backend.model_runner import MlxModelRunner
+from engine.request import EngineRequest, SamplingParams, TokenOutput
+from engine.scheduler.scheduler import Scheduler, SchedulerConfig
+from tests.kernel_emulator import COMPILER, Emulator
+from tests.mlx.driver import GREEDY, Driver, Sequence
+from tests.mlx.tiny_models import tiny_model
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+
+NUM_BLOCKS, BLOCK_SIZE, SLOTS = 64, 8, 4
+TUNING = Tuning(simds=2)
+
+
+@pytest.fixture(scope="module")
+def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
+    return Emulator(tmp_path_factory.mktemp("kernels"))
+
+
+def gpu_runner(loaded: LoadedModel, emulator: Emulator, *, samples_on_device: bool = True) -> GpuModelRunner:
+    return GpuModelRunner(
+        loaded,
+        num_blocks=NUM_BLOCKS,
+        block_size=BLOCK_SIZE,
+        slots=SLOTS,
+        factory=emulator,
+        tuning=TUNING,
+        samples_on_device=samples_on_device,
+        compiles=False,
+    )
+
+
+def cpu_runner(loaded: LoadedModel) -> MlxModelRunner:
+    return MlxModelRunner(loaded, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, slots=SLOTS, max_chunk_tokens=32)
+
+
+def prompts(count: int, longest: int) -> list[list[int]]:
+    draw = random.Random(5)
+    return [[draw.randrange(200) for _ in range(draw.randint(1, longest))] for _ in range(count)]
+
+
+def serve(
+    runner: GpuModelRunner | MlxModelRunner, requests: list[tuple[list[int], SamplingParams]], slots: int = SLOTS
+) -> list[TokenOutput]:
+    """All ``requests`` through scheduler and core; one output each, its tokens and logprobs joined."""
+    config = SchedulerConfig(
+        slots=slots,
+        num_blocks=NUM_BLOCKS,
+        block_size=BLOCK_SIZE,
+        max_model_len=512,
+        max_chunk_tokens=24,
+        max_steps_in_flight=runner.max_steps_in_flight,
+    )
+    ticks = itertools.count()
+    core = EngineCore(Scheduler(config), runner, lambda: float(next(ticks)))
+    for i, (prompt, sampling) in enumerate(requests):
+        core.add(EngineRequest(str(i), tuple(prompt), sampling, 0.0))
+    outputs: dict[str, list[TokenOutput]] = {str(i): [] for i in range(len(requests))}
+    while core.has_work:
+        for output in core.step():
+            outputs[output.request_id].append(output)
+    core.close()
+    return [
+        TokenOutput(
+            request_id,
+            tuple(token for part in parts for token in part.token_ids),
+            tuple(logprobs for part in parts for logprobs in part.logprobs),
+            parts[-1].finish_reason,
+            parts[-1].error,
+        )
+        for request_id, parts in outputs.items()
+    ]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt_oss", "gemma3_text", "gpt2"])
+def test_the_pipeline_gives_the_cpu_runners_text(architecture: str, emulator: Emulator) -> None:
+    """Rows join and leave, chunks ride along, every step but the first is launched before the last is read."""
+    loaded = tiny_model(architecture)
+    requests = [(prompt, SamplingParams(temperature=0.0, max_tokens=3 + i)) for i, prompt in enumerate(prompts(9, 60))]
+    wanted = [output.token_ids for output in serve(cpu_runner(loaded), requests)]
+    assert [output.token_ids for output in serve(gpu_runner(loaded, emulator), requests)] == wanted
+
+
+SAMPLED = [
+    SamplingParams(temperature=0.9, max_tokens=6, seed=1),
+    SamplingParams(temperature=1.2, top_k=20, max_tokens=6, seed=2),
+    SamplingParams(temperature=0.8, top_p=0.9, max_tokens=6, seed=3),
+    SamplingParams(temperature=0.8, top_p=0.9, min_p=0.05, max_tokens=6, seed=3),
+    SamplingParams(temperature=0.0, max_tokens=6),
+    SamplingParams(temperature=1.0, repetition_penalty=1.3, frequency_penalty=0.5, max_tokens=9, seed=4),
+    SamplingParams(temperature=0.0, presence_penalty=1.5, logit_bias=((7, 3.0),), max_tokens=9),
+    SamplingParams(temperature=0.7, num_logprobs=3, max_tokens=6, seed=5),
+]
+
+
+@pytest.mark.parametrize("samples_on_device", [True, False], ids=["sampling kernel", "plain sampler"])
+def test_sampled_text_is_the_cpu_runners_whoever_else_is_there(samples_on_device: bool, emulator: Emulator) -> None:
+    loaded = tiny_model("llama")
+    requests = list(zip(prompts(len(SAMPLED), 20), SAMPLED, strict=True))
+    wanted = serve(cpu_runner(loaded), requests, slots=1)
+    runner = gpu_runner(loaded, emulator, samples_on_device=samples_on_device)
+    for ours, theirs in zip(serve(runner, requests), wanted, strict=True):
+        assert ours.token_ids == theirs.token_ids
+        assert [x.token_id for x in ours.logprobs] == [x.token_id for x in theirs.logprobs]
+        for a, b in zip(ours.logprobs, theirs.logprobs, strict=True):
+            assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
+            assert [t for t, _ in a.top] == [t for t, _ in b.top]
+
+
+def test_a_copied_block_continues_on_its_own(emulator: Emulator) -> None:
+    loaded = tiny_model("llama")
+    prompt = prompts(1, 60)[0][:13]
+    alone = Sequence("a", list(prompt))
+    Driver(cpu_runner(loaded), NUM_BLOCKS, BLOCK_SIZE).generate([alone], 1, 3)
+    driver = Driver(gpu_runner(loaded, emulator), NUM_BLOCKS, BLOCK_SIZE)
+    first = Sequence("a", list(prompt))
+    driver.step([(first, 13)])
+    fork = Sequence("b", [*prompt, 17], GREEDY, num_prompt_tokens=13, num_computed=13)
+    target = driver.free.pop()
+    fork.block_ids = [first.block_ids[0], target]
+    driver.step([(first, 1), (fork, 1)], (BlockCopy(first.block_ids[1], target),))
+    driver.step([(first, 1), (fork, 1)])
+    assert first.output == alone.output
+
+
+def test_a_step_that_raises_leaves_the_chain_whole(emulator: Emulator) -> None:
+    loaded = tiny_model("llama")
+    runner = gpu_runner(loaded, emulator)
+    driver = Driver(runner, NUM_BLOCKS, BLOCK_SIZE)
+    sequence, wanted = Sequence("a", list(range(10))), Sequence("a", list(range(10)))
+    Driver(cpu_runner(loaded), NUM_BLOCKS, BLOCK_SIZE).generate([wanted], 1, 2)
+    driver.step([(sequence, 10)])
+    row = driver.row(Sequence("b", []), 1)
+    with pytest.raises(Exception):  # noqa: B017, PT011  (whatever a step without a token raises)
+        runner.launch(StepBatch(1, (row, row, row, row, row) * 30))
+    driver.step([(sequence, 1)])
+    assert sequence.output == wanted.output
+
+
+def test_close_frees_the_pool(emulator: Emulator) -> None:
+    loaded = tiny_model("llama")
+    before_bytes = mx.get_active_memory()
+    runner = gpu_runner(loaded, emulator)
+    assert mx.get_active_memory() - before_bytes >= NUM_BLOCKS * BLOCK_SIZE * loaded.facts.kv_bytes_per_token
+    runner.close()
+    assert mx.get_active_memory() - before_bytes < 1e5
+    with pytest.raises(AssertionError, match="closed"):
+        runner.launch(StepBatch(0, ()))
