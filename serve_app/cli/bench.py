@@ -18,11 +18,9 @@ from serve_app.bench.self_check import check_client
 from serve_app.bench.session import measure, token_counter
 from serve_app.bench.target import EosBan, Target
 from serve_app.cli import bench_options as option
-from serve_app.cli import bench_peers
-from serve_app.cli.bench_output import DEFAULT_FOLDER, finish, show_plan
+from serve_app.cli import bench_peers, bench_sweep
+from serve_app.cli.bench_output import DEFAULT_FOLDER, DEFAULT_URL, finish, show_plan
 from serve_app.cli.console import EXIT_FAILED, out, print_json, progress, reports_errors
-
-DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 class _RunByDefault(TyperGroup):
@@ -121,5 +119,6 @@ def check(
         raise typer.Exit(EXIT_FAILED)
 
 
+app.command("sweep")(bench_sweep.sweep)
 app.command("peers")(bench_peers.peers)
 app.command("compare")(bench_peers.compare_runs)

@@ -16,6 +16,7 @@ from serve_app.bench.plots import draw_all
 from serve_app.bench.report import markdown_report, markdown_table, plan_table, verdict_lines
 from serve_app.cli.console import EXIT_FAILED, out, print_json
 
+DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_FOLDER = "bench-results"
 
 
@@ -31,6 +32,20 @@ def finish(
     documents: Sequence[RunDocument], folder: Path, *, title: str, plots: bool, strict: bool, as_json: bool
 ) -> None:
     """Write and show results. With ``strict`` figures that may not be quoted end with exit code 1."""
+    report_path = write_results(documents, folder, title=title, plots=plots)
+    if as_json:
+        print_json([to_json(document) for document in documents])
+    else:
+        out.print(markdown_table(documents), soft_wrap=True, markup=False)
+        for line in verdict_lines(documents):
+            out.print(line, soft_wrap=True, markup=False)
+        out.print(f"Written to {report_path} and the JSON beside it.", soft_wrap=True, markup=False)
+    if strict and not all(document.verdict.valid for document in documents):
+        raise typer.Exit(EXIT_FAILED)
+
+
+def write_results(documents: Sequence[RunDocument], folder: Path, *, title: str, plots: bool) -> Path:
+    """Write one JSON for each endpoint, one Markdown report and, if asked, pictures. Returns the report's path."""
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     for document in documents:
         name = re.sub(r"[^\w.+-]+", "-", document.target.label)
@@ -39,12 +54,4 @@ def finish(
     report_path.write_text(markdown_report(documents, title=title))
     if plots:
         draw_all(documents, folder, stamp)
-    if as_json:
-        print_json([to_json(document) for document in documents])
-    else:
-        out.print(markdown_table(documents), soft_wrap=True)
-        for line in verdict_lines(documents):
-            out.print(line, soft_wrap=True, markup=False)
-        out.print(f"Written to {report_path} and the JSON beside it.", soft_wrap=True, markup=False)
-    if strict and not all(document.verdict.valid for document in documents):
-        raise typer.Exit(EXIT_FAILED)
+    return report_path

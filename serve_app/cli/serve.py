@@ -52,7 +52,7 @@ def serve(
     finally:
         stop.ignore()
         err.print("stopping; running answers get time to finish")
-        ray.stop()
+        ray.stop(settings.replica.shutdown_grace_s)
 
 
 class _StopSignal:
