@@ -6,6 +6,7 @@ a load is sent.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -35,7 +36,8 @@ class Level:
 class BenchPlan:
     """A ladder of levels, each run ``num_repeats`` times.
 
-    ``sessions_per_client`` sizes a closed loop (with a floor for few clients), ``num_sessions`` an open one.
+    ``sessions_per_client`` sizes a closed loop (with a floor for few clients), ``num_sessions`` an open one, which gets
+    more of them when they would arrive in less than ``min_load_s``.
     ``max_level_s`` cuts one load off, ``max_total_s`` stops the ladder between two loads. ``idle_sample_s``: how long
     to look, before a load, whether the machine is idle.
     """
@@ -46,6 +48,7 @@ class BenchPlan:
     num_repeats: int = 1
     sessions_per_client: int = 4
     num_sessions: int = 64
+    min_load_s: float = 0.0
     num_warmups: int = 1
     num_answers_checked: int = 2
     max_level_s: float = 600.0
@@ -64,7 +67,7 @@ class BenchPlan:
         """How many sessions a level sends."""
         if level.num_clients is not None:
             return max(MIN_SESSIONS, level.num_clients * self.sessions_per_client)
-        return self.num_sessions
+        return max(self.num_sessions, math.ceil((level.rate_per_s or 0.0) * self.min_load_s))
 
     def seed_of(self, level: Level, repeat: int) -> str:
         """A seed of its own for every load: prompts that no cache has seen, and the same for every endpoint."""

@@ -50,7 +50,7 @@ async def run_plan(
     Each load goes to all targets before the next one starts, and the target that begins changes, so that a machine that
     grows slower or busier over the run does so for all of them.
     """
-    benches = [_Bench(target, plan, count_tokens) for target in targets]
+    benches = [TargetBench(target, plan, count_tokens) for target in targets]
     for bench in benches:
         report(f"warming up {bench.target.label}", None)
         await bench.warm_up()
@@ -69,20 +69,20 @@ async def run_plan(
     return tuple([await bench.finish() for bench in benches])
 
 
-def _steps(benches: Sequence[_Bench], plan: BenchPlan) -> Iterator[tuple[_Bench, Level, int]]:
+def _steps(benches: Sequence[TargetBench], plan: BenchPlan) -> Iterator[tuple[TargetBench, Level, int]]:
     for number, (repeat, level) in enumerate(plan.loads()):
         for turn in range(len(benches)):
             yield benches[(turn + number) % len(benches)], level, repeat
 
 
-class _Bench:
-    """The loads of one target."""
+class TargetBench:
+    """The loads of one target. ``runs`` grows with every load."""
 
     def __init__(self, target: Target, plan: BenchPlan, count_tokens: TokenCounter | None) -> None:
         self.target = target
         self._plan = plan
         self._count_tokens = count_tokens
-        self._runs: list[LevelRun] = []
+        self.runs: list[LevelRun] = []
 
     async def warm_up(self) -> None:
         """Send a few requests of the workload, alone. Raises BenchError when one fails: the load would too."""
@@ -92,8 +92,8 @@ class _Bench:
                 what = f"The first request to {self.target.label} failed: {answer.error}"
                 raise BenchError(what, "mend that first: every request of the load would fail")
 
-    async def run_load(self, level: Level, repeat: int, show: Callable[[float], None]) -> None:
-        """Run one load and keep what was measured."""
+    async def run_load(self, level: Level, repeat: int, show: Callable[[float], None]) -> LevelRun:
+        """Run one load, keep what was measured and return it. ``show`` is told the share that is done."""
         seed = self._plan.seed_of(level, repeat)
         written = (self._written(seed, session) for session in self._plan.sessions(level, repeat))
         sessions = encode_sessions(tuple(written), self.target.extra)
@@ -103,11 +103,13 @@ class _Bench:
         async with self._client() as client, watching(self.target.base_url, self.target.api_key) as slots:
             record = await self._send(client, level, seed, sessions, done.one_more)
         result = read_load(record, self._plan.service_level)
-        self._runs.append(LevelRun(level, repeat, seed, result, tuple(slots), meter.used(), idle_cores))
+        run = LevelRun(level, repeat, seed, result, tuple(slots), meter.used(), idle_cores)
+        self.runs.append(run)
+        return run
 
     async def finish(self) -> TargetRuns:
         """Check some answers of the fullest load and hand over what was measured."""
-        return TargetRuns(self.target, tuple(self._runs), await self._check_answers())
+        return TargetRuns(self.target, tuple(self.runs), await self._check_answers())
 
     def _client(self) -> StreamClient:
         url = self.target.url(self._plan.workload.endpoint)
@@ -138,9 +140,9 @@ class _Bench:
 
     async def _check_answers(self) -> AnswerCheck | None:
         """Greedy answers must not depend on what else is in the batch: send some requests again, alone, and compare."""
-        if not self._runs or not self._plan.num_answers_checked:
+        if not self.runs or not self._plan.num_answers_checked:
             return None
-        fullest = max(self._runs, key=lambda run: run.result.summary.num_requests)
+        fullest = max(self.runs, key=lambda run: run.result.summary.num_requests)
         answered = [call for call in fullest.result.calls if call.timing is not None]
         chosen = answered[:: max(1, len(answered) // self._plan.num_answers_checked)][: self._plan.num_answers_checked]
         num_equal = 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -15,9 +16,11 @@ from engine.model_source import resolve_model as resolve_files
 from serve_app.bench.client import get_json
 from serve_app.bench.document import SCHEMA, RunDocument, TargetFacts
 from serve_app.bench.machine import Machine, describe_machine
-from serve_app.bench.plan import BenchPlan
+from serve_app.bench.plan import BenchPlan, Level
 from serve_app.bench.prompts import TokenCounter
-from serve_app.bench.runner import Report, TargetRuns, run_plan
+from serve_app.bench.results import LoadResult
+from serve_app.bench.runner import Report, TargetBench, TargetRuns, run_plan
+from serve_app.bench.sweep import Search, SweepResult, sweep
 from serve_app.bench.target import Target, check_target, resolve_model
 from serve_app.bench.verdict import judge
 
@@ -85,6 +88,37 @@ def _document(each: TargetRuns, facts: TargetFacts, plan: BenchPlan, machine: Ma
         answers=each.answers,
         verdict=judge(each.target, plan, each.runs, each.answers, machine.num_threads),
     )
+
+
+def measure_sweep(
+    target: Target,
+    plan: BenchPlan,
+    search: Search,
+    *,
+    attainment: float,
+    count_tokens: TokenCounter | None,
+    report: Report,
+    allow_remote: bool = False,
+) -> tuple[SweepResult, RunDocument]:
+    """Search for the highest rate at which ``plan.service_level`` is met, and document every load of the search."""
+    check_target(target, allow_remote=allow_remote)
+    started_at = datetime.now(UTC).isoformat(timespec="seconds")
+    machine = describe_machine()
+
+    async def run() -> tuple[SweepResult, RunDocument]:
+        bench = TargetBench(await resolve_model(target), plan, count_tokens)
+        await bench.warm_up()
+
+        async def one(level: Level) -> LoadResult:
+            run = await bench.run_load(level, 0, lambda share: report(f"{target.label}, {level}", share))
+            return run.result
+
+        found = await sweep(one, search, plan.service_level, attainment, plan.max_total_s)
+        tried = replace(plan, levels=tuple(Level(rate_per_s=each.rate_per_s) for each in found.tried) or plan.levels)
+        measured = await bench.finish()
+        return found, _document(measured, await _facts(measured.target, ()), tried, machine, started_at)
+
+    return asyncio.run(run())
 
 
 def command_line() -> tuple[str, ...]:

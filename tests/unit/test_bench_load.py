@@ -202,7 +202,7 @@ async def test_the_total_time_limit_starts_no_further_load() -> None:
 
 
 async def test_slots_are_read_while_the_load_runs() -> None:
-    async with ReferenceServer(replace(QUICK, slots=2, first_token_s=0.1)).serving() as server:
+    async with ReferenceServer(replace(QUICK, slots=2, first_token_s=0.02)).serving() as server:
         (only,) = await run_plan([Target("a", server.url, "reference")], PLAN, None, silent)
     assert {sample.num_slots for run in only.runs for sample in run.slots} == {2}
 

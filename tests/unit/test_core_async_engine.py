@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 
@@ -170,6 +171,15 @@ async def test_an_overdue_request_ends_although_the_engine_is_full() -> None:
         request = make_request("a", "hello", 400)
         with pytest.raises(DeadlineExceededError):
             await collect(engine, make_request("b", "hello", 400, deadline_s=request.received_s))
+
+
+async def test_a_deadline_holds_although_the_engine_hangs() -> None:
+    gate = threading.Semaphore(1)
+    async with running(lambda: make_core(ChainRunner(gate=gate))) as engine:
+        deadline_s = time.monotonic() + 0.2
+        with pytest.raises(DeadlineExceededError):
+            await collect(engine, make_request("a", "hello", 400, deadline_s=deadline_s))
+        gate.release(PERMITS_FOR_ALL)
 
 
 async def test_a_failed_step_is_an_error_for_its_requests_and_the_engine_goes_on() -> None:
