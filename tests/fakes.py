@@ -95,6 +95,7 @@ class FakeRunner:
         self._pool: list[list[int | None]] = [[None] * self.block_size for _ in range(self.num_blocks)]
         self._last_token: dict[str, int] = {}
         self._queue: list[FakePendingStep] = []
+        self._broken: set[str] = set()
 
     @property
     def facts(self) -> ModelFacts:
@@ -128,6 +129,8 @@ class FakeRunner:
             oldest = self._queue.pop(0)
             fault = self.faults.get(oldest.batch.step_index)
             if isinstance(fault, Exception):
+                # Rows that were launched on top of this step compute nonsense, as on a device.
+                self._broken |= {row.request_id for row in oldest.batch.rows}
                 raise fault
             oldest.output = self._run(oldest, fault or {})
         return step.output
@@ -135,6 +138,7 @@ class FakeRunner:
     def release(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
             self._last_token.pop(request_id, None)
+            self._broken.discard(request_id)
         self.released += request_ids
 
     def close(self) -> None:
@@ -159,9 +163,12 @@ class FakeRunner:
         tokens = {}
         for row, token_ids, block_ids in zip(step.batch.rows, step.token_ids, step.block_ids, strict=True):
             end = row.start + row.num_tokens
+            is_broken = row.request_id in self._broken
             if len(token_ids) < end:
-                token_ids.append(self._last_token[row.request_id])
-            if self.checks_kv:
+                token_ids.append(
+                    self._last_token.get(row.request_id, EOS) if is_broken else self._last_token[row.request_id]
+                )
+            if self.checks_kv and not is_broken:
                 self._write_and_check(row, token_ids, block_ids)
             if row.samples and row.request_id not in failures:
                 token = next_token(token_ids[:end], row.seed, row.output_index, row.sampling.greedy)
@@ -188,6 +195,7 @@ class Harness:
     runner: FakeRunner
     clock: FakeClock
     checks: bool = True
+    requests: dict[str, EngineRequest] = field(default_factory=dict)
     outputs: dict[str, list[TokenOutput]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -196,6 +204,7 @@ class Harness:
     def add(self, *requests: EngineRequest) -> None:
         for request in requests:
             self.scheduler.add(request, self.clock.now_s)
+            self.requests[request.request_id] = request
             self.outputs[request.request_id] = []
         self._check()
 
@@ -238,6 +247,7 @@ class Harness:
         """Until nobody waits or runs."""
         for _ in range(max_steps):
             if not self.scheduler.has_unfinished and not self._flying:
+                self.runner.release(self.scheduler.take_released())
                 return
             is_flying = bool(self._flying)
             assert self.step() is not None or is_flying or not self.scheduler.has_unfinished, "nobody moves"
@@ -246,6 +256,10 @@ class Harness:
     def keep(self, outputs: Sequence[TokenOutput]) -> None:
         for output in outputs:
             self.outputs.setdefault(output.request_id, []).append(output)
+
+    def users(self, batch: StepBatch | None) -> list[str]:
+        """Whose rows a batch holds."""
+        return [] if batch is None else [self.requests[row.request_id].user for row in batch.rows]
 
     def answer(self, request_id: str) -> tuple[int, ...]:
         """All tokens given out for a request."""

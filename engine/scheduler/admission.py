@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from engine.errors import AdmissionRefusedError, ContextLengthError, InvalidParameterError, NeverFitsError
+from engine.errors import ContextLengthError, InvalidParameterError, NeverFitsError
 from engine.memory.kv_cache_manager import PrefixHit, num_blocks_for
 from engine.request import EngineRequest, WaitReason
 from engine.scheduler.config import SchedulerConfig
@@ -65,22 +65,19 @@ class Admission:
         self._requests = requests
         self._preempt = preempt
 
-    def check_room(self, num_prompt_tokens: int, retry_after_s: float) -> None:
-        """Refuse when the queue is full. Who finds a free slot does not count as waiting.
-
-        Raises AdmissionRefusedError.
-        """
+    def refusal(self, num_prompt_tokens: int) -> tuple[str, int, int] | None:
+        """What is full, its limit and the number given, if one more cannot wait. Who finds a slot does not wait."""
+        num_free_slots = 0 if self.is_held else self._residency.num_free_slots
         num_waiting = len(self._waiting) + 1
-        if not self.is_held and num_waiting <= self._residency.num_free_slots:
-            return
-        limit = self._config.max_waiting_requests
-        if not self.is_held:
-            limit += self._residency.num_free_slots
+        if num_waiting <= num_free_slots:
+            return None
+        limit = self._config.max_waiting_requests + num_free_slots
         if num_waiting > limit:
-            raise AdmissionRefusedError("requests", limit, num_waiting, retry_after_s)
+            return "requests", limit, num_waiting
         num_tokens = self._waiting.num_tokens + num_prompt_tokens
         if num_tokens > self._config.max_waiting_tokens:
-            raise AdmissionRefusedError("tokens", self._config.max_waiting_tokens, num_tokens, retry_after_s)
+            return "tokens", self._config.max_waiting_tokens, num_tokens
+        return None
 
     def admit(self, now_s: float) -> None:
         """Give slots to the waiting, and note what the head of the queue waits for."""
@@ -95,49 +92,51 @@ class Admission:
             return WaitReason.PREFILL_TURN
         if self.is_held:
             return WaitReason.HEADROOM
-        if self._park_if_shared(head, now_s):
+        hit = self._longest_hit(head)
+        if self._park_if_shared(head, hit, now_s):
             return None
-        if not self._residency.num_free_slots and not self._make_way_for(head, now_s):
+        if not self._residency.num_free_slots and not self._make_way_for(head, hit, now_s):
             return WaitReason.SLOTS
-        if self._enter_if_fits(head, now_s) or self._let_pass(head, now_s):
+        if self._enter_if_fits(head, hit, now_s) or self._let_pass(head, now_s):
             return None
         return WaitReason.BLOCKS
 
-    def _make_way_for(self, head: Request, now_s: float) -> bool:
-        running = self._residency.running()
-        victim = choose_for_slot(head, running, self._shares, self._config.slots)
-        if victim is None or self._fitting_hit(head) is None:
+    def _make_way_for(self, head: Request, hit: PrefixHit, now_s: float) -> bool:
+        victim = choose_for_slot(head, self._residency.running(), self._shares, self._config.slots)
+        if victim is None or self._fitting(head, hit) is None:
             return False
         self._preempt(victim, now_s)
         return True
 
     def _let_pass(self, head: Request, now_s: float) -> bool:
         for request in self._waiting.queue.first(_NUM_LOOKED_AHEAD)[1:]:
-            if not may_pass(request, head) or self._park_if_shared(request, now_s):
+            if not may_pass(request, head):
                 continue
-            if self._enter_if_fits(request, now_s):
+            hit = self._longest_hit(request)
+            if self._park_if_shared(request, hit, now_s):
+                continue
+            if self._enter_if_fits(request, hit, now_s):
                 count_pass(request, head)
                 return True
         return False
 
-    def _enter_if_fits(self, request: Request, now_s: float) -> bool:
-        hit = self._fitting_hit(request)
-        if hit is None:
+    def _enter_if_fits(self, request: Request, hit: PrefixHit, now_s: float) -> bool:
+        fitting = self._fitting(request, hit)
+        if fitting is None:
             return False
         self._waiting.leave(request, now_s)
         self._shares.selected(request.user)
-        self._residency.enter(request, hit)
+        self._residency.enter(request, fitting)
         request.wait.start(WaitReason.PREFILL_TURN, self._waiting.clock, now_s)
         if request.admitted_s is None:
             request.admitted_s = now_s
-            request.num_cached_tokens = hit.num_tokens
+            request.num_cached_tokens = fitting.num_tokens
         return True
 
-    def _fitting_hit(self, request: Request) -> PrefixHit | None:
-        """The longest hit with which the request fits, or None. A row still in flight keeps it out for now."""
+    def _fitting(self, request: Request, hit: PrefixHit) -> PrefixHit | None:
+        """As much of the hit as fits with the rest of the request, or None. A row still in flight keeps it out."""
         if request.num_rows_in_flight:
             return None
-        hit = self._longest_hit(request)
         if self._residency.fits(request, hit):
             return hit
         # In a nearly full pool the block that is copied may be the very one that the copy needs.
@@ -153,13 +152,13 @@ class Admission:
         num_shared = min(request.num_prompt_tokens - 1, parent.num_confirmed_tokens)
         return kv.shared_prefix(parent.table, num_shared) if num_shared > hit.num_tokens else hit
 
-    def _park_if_shared(self, request: Request, now_s: float) -> bool:
-        key = self._parking_key(request)
+    def _park_if_shared(self, request: Request, hit: PrefixHit, now_s: float) -> bool:
+        key = self._parking_key(request, hit)
         if key is not None:
             self._waiting.park(request, key, now_s)
         return key is not None
 
-    def _parking_key(self, request: Request) -> ParkingKey | None:
+    def _parking_key(self, request: Request, hit: PrefixHit) -> ParkingKey | None:
         """What the request had better wait for instead of computing it a second time."""
         parent = self._fork_parent(request)
         if parent is not None and not request.num_output_tokens:
@@ -168,8 +167,7 @@ class Admission:
                 return parent
             if not is_running and not parent.num_output_tokens:
                 return parent
-        kv = self._residency.kv
-        num_found = num_blocks_for(kv.find_prefix(request.table, request.num_tokens).num_tokens, kv.block_size)
+        num_found = num_blocks_for(hit.num_tokens, self._config.block_size)
         return self._residency.prefills.worth_waiting_for(request, num_found)
 
     def _fork_parent(self, request: Request) -> Request | None:

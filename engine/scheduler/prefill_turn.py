@@ -16,18 +16,18 @@ from collections.abc import Sequence
 
 from engine.scheduler.fairness import FairShares
 from engine.scheduler.request_state import Request
+from engine.scheduler.step_cost import MIN_CHUNK_TOKENS, ChunkBudget
 
-MAX_TIMES_PASSED = 8
-MAX_SHARE_PASSED = 0.5
-# Less of a prompt than this, unless it is all that is left, is not worth a row beside another chunk.
-_MIN_SCRAP_TOKENS = 16
+MAX_TIMES_PASSED = 16
+MAX_SHARE_PASSED = 1.0
 
 
 def may_pass(request: Request, ahead: Request) -> bool:
     """Whether ``request`` is short enough to go before ``ahead``, which still has passes to give."""
     return (
         request.priority <= ahead.priority
-        and 2 * request.num_uncomputed_tokens <= ahead.num_uncomputed_tokens
+        and 2 * request.num_uncomputed_tokens <= ahead.num_tokens
+        and request.num_uncomputed_tokens <= ahead.num_uncomputed_tokens
         and ahead.num_times_passed < MAX_TIMES_PASSED
         and ahead.num_tokens_passed + request.num_uncomputed_tokens <= MAX_SHARE_PASSED * ahead.num_tokens
     )
@@ -59,25 +59,31 @@ class PrefillTurn:
         passing = [r for r in others if r.passing or may_pass(r, holder)]
         return [*passing, holder, *(r for r in others if r not in passing)]
 
-    def share_out(self, in_order: Sequence[Request], budget_tokens: int) -> list[tuple[Request, int]]:
-        """Tokens for each request from the step's budget, in the order given by ``order``."""
+    def share_out(self, in_order: Sequence[Request], budget: ChunkBudget) -> list[tuple[Request, int]]:
+        """Tokens for each request from the step's budget, in the order given by ``order``. The first gets some."""
         chunks: list[tuple[Request, int]] = []
         is_before_holder = True
         for request in in_order:
             is_before_holder = is_before_holder and request is not self._holder
             wanted = request.num_uncomputed_tokens
-            given = min(wanted, budget_tokens)
-            if given < min(wanted, _MIN_SCRAP_TOKENS) and (chunks or given == 0):
-                break
-            if is_before_holder and not request.passing:
-                assert self._holder is not None
-                if not may_pass(request, self._holder):
-                    continue
-                count_pass(request, self._holder)
-                request.passing = True
+            given = min(wanted, budget.tokens_from(request.num_computed_tokens))
+            if given < min(wanted, MIN_CHUNK_TOKENS):
+                if chunks:
+                    break
+                given = min(wanted, MIN_CHUNK_TOKENS, budget.num_tokens_left)
+            if is_before_holder and not request.passing and not self._pass_holder(request):
+                continue
+            budget.spend(request.num_computed_tokens, given)
             chunks.append((request, given))
-            budget_tokens -= given
         return chunks
+
+    def _pass_holder(self, request: Request) -> bool:
+        """Count a pass, unless others of this step have used up the last."""
+        assert self._holder is not None
+        request.passing = may_pass(request, self._holder)
+        if request.passing:
+            count_pass(request, self._holder)
+        return request.passing
 
     def _key(self, request: Request) -> tuple[int, float, int]:
         return (request.priority, self._shares[request.user].counter, request.arrival)

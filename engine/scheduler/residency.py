@@ -81,6 +81,8 @@ class Residency:
         self._rows[request.slot] = request
         request.copy_before_start = self.kv.attach(request.table, hit, request.num_tokens)
         request.num_computed_tokens = request.num_confirmed_tokens = hit.num_tokens
+        # What the cache had costs the user nothing, nor does what is computed again.
+        request.num_charged_tokens = max(request.num_charged_tokens, min(hit.num_tokens, request.num_prompt_tokens))
         self.prefills.start(request)
         self._shares[request.user].num_in_slots += 1
         self.peak_running = max(self.peak_running, self.num_running)

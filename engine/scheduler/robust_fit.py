@@ -2,11 +2,10 @@
 
 Owns: the last observations and the coefficients. Must not know: what the features are.
 
-Least absolute deviations over a sliding window, by iteratively reweighted least squares with coordinate descent and a
-floor of zero. A step that took 2 s because a graph was compiled weighs no more than one that was a little late, and
-after a change of speed (a hot machine halves its clock) the new level wins once it fills half of the window.
-Each refit starts from the last coefficients and is held to them lightly: a feature that did not vary lately keeps its
-cost instead of becoming arbitrary.
+Least absolute deviations over a sliding window, by iteratively reweighted least squares. A step that took 2 s because
+a graph was compiled weighs no more than one that was a little late, and after a change of speed (a hot machine halves
+its clock) the new level wins once it fills half of the window. Each refit starts from the last coefficients and is
+held to them lightly: a feature that did not vary lately keeps its cost instead of becoming arbitrary.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-_WINDOW = 96
+_WINDOW = 64
 _REFIT_EVERY = 16
 _NUM_REWEIGHTINGS = 3
-_NUM_SWEEPS = 12
 _HOLD = 1e-3
-_SMALLEST_RESIDUAL = 0.02
+# Residuals below this share of a typical value count alike: noise is no reason to prefer one observation.
+_EQUAL_SHARE = 0.02
 
 
 class RobustFit:
@@ -53,33 +52,56 @@ class RobustFit:
             self._refit()
 
     def _refit(self) -> None:
-        weights = [1.0] * len(self._window)
+        values = sorted(value for _, value in self._window)
+        equal = max(_EQUAL_SHARE * values[len(values) // 2], 1e-9)
         for _ in range(_NUM_REWEIGHTINGS):
-            self._solve(weights)
-            typical = sorted(value for _, value in self._window)[len(self._window) // 2]
-            floor = max(_SMALLEST_RESIDUAL * typical, 1e-9)
-            weights = [
-                floor / max(floor, abs(value - sum(map(float.__mul__, self._coefficients, x))))
-                for x, value in self._window
-            ]
-        self._solve(weights)
+            matrix, vector = self._normal_equations(equal)
+            self._coefficients = _solve_non_negative(matrix, vector)
 
-    def _solve(self, weights: Sequence[float]) -> None:
-        """Weighted least squares with non-negative coefficients, held to the present ones."""
-        size = len(self._coefficients)
-        matrix = [[0.0] * size for _ in range(size)]
-        vector = [0.0] * size
-        for (x, value), weight in zip(self._window, weights, strict=True):
-            for i in range(size):
-                wx = weight * x[i]
-                if wx:
-                    vector[i] += wx * value
-                    row = matrix[i]
-                    for j in range(size):
-                        row[j] += wx * x[j]
-        held = list(self._coefficients)
-        for _ in range(_NUM_SWEEPS):
-            for i in range(size):
-                rest = vector[i] - sum(map(float.__mul__, matrix[i], self._coefficients))
-                rest += matrix[i][i] * self._coefficients[i]
-                self._coefficients[i] = max(0.0, (rest + _HOLD * held[i]) / (matrix[i][i] + _HOLD))
+    def _normal_equations(self, equal: float) -> tuple[list[list[float]], list[float]]:
+        """Weighted by one over the present residual, and held to the present coefficients."""
+        held = self._coefficients
+        size = len(held)
+        matrix = [[_HOLD if i == j else 0.0 for j in range(size)] for i in range(size)]
+        vector = [_HOLD * c for c in held]
+        for x, value in self._window:
+            residual = abs(value - sum(map(float.__mul__, held, x)))
+            weight = equal / max(equal, residual)
+            for i, xi in enumerate(x):
+                weighted = weight * xi
+                vector[i] += weighted * value
+                row = matrix[i]
+                for j in range(i + 1):
+                    row[j] += weighted * x[j]
+        for i in range(size):
+            for j in range(i):
+                matrix[j][i] = matrix[i][j]
+        return matrix, vector
+
+
+def _solve_non_negative(matrix: list[list[float]], vector: list[float]) -> list[float]:
+    """Solve for non-negative coefficients by leaving out, one after the other, the most negative one."""
+    active = list(range(len(vector)))
+    while active:
+        solved = _solve([[matrix[i][j] for j in active] for i in active], [vector[i] for i in active])
+        worst = min(range(len(active)), key=solved.__getitem__)
+        if solved[worst] >= 0.0:
+            by_index = dict(zip(active, solved, strict=True))
+            return [by_index.get(i, 0.0) for i in range(len(vector))]
+        del active[worst]
+    return [0.0] * len(vector)
+
+
+def _solve(matrix: list[list[float]], vector: list[float]) -> list[float]:
+    """Gaussian elimination. The matrix is symmetric and positive definite, so no pivoting is needed."""
+    size = len(vector)
+    rows = [[*row, right] for row, right in zip(matrix, vector, strict=True)]
+    for i in range(size):
+        for j in range(i + 1, size):
+            factor = rows[j][i] / rows[i][i]
+            rows[j] = [a - factor * b for a, b in zip(rows[j], rows[i], strict=True)]
+    solution = [0.0] * size
+    for i in reversed(range(size)):
+        known = sum(rows[i][j] * solution[j] for j in range(i + 1, size))
+        solution[i] = (rows[i][size] - known) / rows[i][i]
+    return solution

@@ -18,7 +18,13 @@ import heapq
 from collections.abc import Sequence
 
 from engine.batch import BatchRow, BlockCopy, SampledToken, StepBatch, StepOutput
-from engine.errors import DeadlineExceededError, EngineError, InvalidParameterError, StepFailedError
+from engine.errors import (
+    AdmissionRefusedError,
+    DeadlineExceededError,
+    EngineError,
+    InvalidParameterError,
+    StepFailedError,
+)
 from engine.interfaces import SchedulerStats
 from engine.memory.block_hash import root_hash
 from engine.request import EngineRequest, FinishReason, TokenOutput, WaitReason
@@ -37,6 +43,8 @@ from engine.scheduler.stopping import finish_reason
 from engine.scheduler.waiting_room import WaitingRoom
 
 __all__ = ["Scheduler", "SchedulerConfig"]
+
+_UNKNOWN_WAIT_S = 1.0
 
 
 class Scheduler:
@@ -72,11 +80,10 @@ class Scheduler:
         max_tokens_total = check_request(asked, self._config)
         if asked.request_id in self._requests or asked.request_id in self._flight.draining_ids():
             raise InvalidParameterError(f"The request id {asked.request_id!r} is in use.", "request_id")
-        try:
-            self._admission.check_room(len(asked.prompt_token_ids), self._predicted_wait_s() or 1.0)
-        except EngineError:
+        refusal = self._admission.refusal(len(asked.prompt_token_ids))
+        if refusal is not None:
             self._counters.num_refused += 1
-            raise
+            raise AdmissionRefusedError(*refusal, retry_after_s=self._predicted_wait_s() or _UNKNOWN_WAIT_S)
         self._num_arrivals += 1
         table = self._residency.kv.new_table(self._root_of(asked), asked.prompt_token_ids)
         request = Request(asked, self._num_arrivals, table, max_tokens_total, seed_of(asked))
@@ -84,6 +91,7 @@ class Scheduler:
         if asked.deadline_s is not None:
             heapq.heappush(self._deadlines, (asked.deadline_s, request.arrival, asked.request_id))
         self._shares.enter(request.user)
+        request.wait.add(WaitReason.PREFILL_TURN, now_s - asked.received_s)
         self._waiting.enter(request, now_s)
 
     def cancel(self, request_id: str, now_s: float) -> bool:
@@ -126,7 +134,8 @@ class Scheduler:
             self._waiting.clock.set_reason(WaitReason.BLOCKS, now_s)
         else:
             self._admission.admit(now_s)
-            decoding = [request for request in decoding if request.place is Place.SLOT]
+            # Admission may have taken a slot from somebody who was going to decode.
+            decoding = [r for r in decoding if r.place is Place.SLOT and r.num_uncomputed_tokens == 1]
         chunks, load = self._plan_chunks(decoding, now_s)
         planned = [*((request, 1) for request in decoding), *chunks]
         if not planned:
@@ -260,8 +269,7 @@ class Scheduler:
         if not unread:
             return [], load
         in_order = self._turn.order(unread)
-        budget = self._cost.chunk_tokens(load, in_order[0].num_computed_tokens)
-        chunks = self._turn.share_out(in_order, budget)
+        chunks = self._turn.share_out(in_order, self._cost.chunk_budget(load))
         given = {request.arrival for request, _ in chunks}
         for request in unread:
             if request.arrival not in given:
@@ -311,8 +319,7 @@ class Scheduler:
         end = row.start + row.num_tokens
         num_new = min(end, request.num_prompt_tokens) - request.num_charged_tokens
         if num_new > 0:
-            computed = min(num_new, row.num_tokens)
-            self._shares.charge(request.user, computed, 0)
+            self._shares.charge(request.user, num_new, 0)
             request.num_charged_tokens += num_new
         if request.place is not Place.SLOT:
             return

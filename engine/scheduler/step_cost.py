@@ -2,8 +2,8 @@
 
 Owns: the cost model and the size of the next chunk. Must not know: requests or clocks; times come in with results.
 
-    decode part   fixed + per decode row + per context token that the decode rows read
-    chunk part    fixed + per chunk token + per (query, key) pair that the chunk attends to
+    every step    fixed + per decode row + per context token that the decode rows read
+    with a chunk  fixed + per chunk token + per (query, key) pair that the chunk attends to, on top
 
 The two parts are fitted apart: steps without a chunk teach the first, and what a step with a chunk takes beyond the
 first teaches the second. One cost per context token would be wrong for both, since decode rows are bound by reading
@@ -39,8 +39,34 @@ def num_causal_pairs(start: int, num_tokens: int) -> int:
     return num_tokens * start + num_tokens * (num_tokens + 1) // 2
 
 
+@dataclass(slots=True)
+class ChunkBudget:
+    """What a step still has for prompts: tokens and seconds, spent chunk by chunk."""
+
+    num_tokens_left: int
+    left_s: float
+    per_token_s: float
+    per_pair_s: float
+
+    def tokens_from(self, start: int) -> int:
+        """Largest n with n * token + pairs(start, n) * pair <= left: a quadratic in n."""
+        linear_s = self.per_token_s + self.per_pair_s * (start + 0.5)
+        if self.left_s <= 0.0:
+            return 0
+        if math.isinf(self.left_s) or linear_s <= 0.0:
+            return self.num_tokens_left
+        # The stable form of the root: nothing cancels when the quadratic term is small.
+        root_s = math.sqrt(linear_s * linear_s + 2.0 * self.per_pair_s * self.left_s)
+        return min(self.num_tokens_left, int(2.0 * self.left_s / (linear_s + root_s)))
+
+    def spend(self, start: int, num_tokens: int) -> None:
+        """A chunk was given out."""
+        self.num_tokens_left -= num_tokens
+        self.left_s -= self.per_token_s * num_tokens + self.per_pair_s * num_causal_pairs(start, num_tokens)
+
+
 class StepCostModel:
-    """Predicts step times. ``max_chunk_tokens`` is the ceiling of every answer."""
+    """Predicts step times. A step holds ``max_chunk_tokens`` prompt tokens at most."""
 
     def __init__(self, target_stall_s: float, max_chunk_tokens: int) -> None:
         self._target_stall_s = target_stall_s
@@ -58,7 +84,7 @@ class StepCostModel:
         if not (math.isfinite(elapsed_s) and elapsed_s > 0.0):
             return
         if load.num_chunk_tokens == 0:
-            self._decode.observe(_decode_features(load), elapsed_s)
+            self._decode.observe((1.0, load.num_decode_rows, load.num_decode_context_tokens), elapsed_s)
         else:
             beyond_s = elapsed_s - self._decode_s(load)
             self._chunk.observe((1.0, load.num_chunk_tokens, load.num_chunk_pairs), max(0.0, beyond_s))
@@ -70,18 +96,21 @@ class StepCostModel:
             chunk_s = self._chunk.predict((1.0, load.num_chunk_tokens, load.num_chunk_pairs))
         return self._decode_s(load) + chunk_s
 
-    def chunk_tokens(self, load: StepLoad, start: int) -> int:
-        """The largest chunk from position ``start`` that may join a step with this decode load.
+    def chunk_budget(self, load: StepLoad) -> ChunkBudget:
+        """How much prompt may join a step with this decode load.
 
-        With nobody decoding it is the ceiling: nobody is kept waiting between two tokens.
+        With nobody decoding the ceiling is the only limit: nobody is kept waiting between two tokens.
         """
         if load.num_decode_rows == 0:
-            return self._max_chunk_tokens
+            return ChunkBudget(self._max_chunk_tokens, math.inf, 0.0, 0.0)
         if self._chunk.num_observed == 0:
-            return min(self._max_chunk_tokens, max(MIN_CHUNK_TOKENS, self._max_chunk_tokens // 4))
+            num_tokens = min(self._max_chunk_tokens, max(MIN_CHUNK_TOKENS, self._max_chunk_tokens // 4))
+            return ChunkBudget(num_tokens, math.inf, 0.0, 0.0)
         decode_s = self._decode_s(load)
-        budget_s = max(self._target_stall_s - decode_s, decode_s * MIN_CHUNK_SHARE / (1.0 - MIN_CHUNK_SHARE))
-        return max(MIN_CHUNK_TOKENS, min(self._max_chunk_tokens, self._tokens_within(budget_s, start)))
+        least_s = decode_s * MIN_CHUNK_SHARE / (1.0 - MIN_CHUNK_SHARE)
+        fixed_s, per_token_s, per_pair_s = self._chunk.coefficients
+        left_s = max(self._target_stall_s - decode_s, least_s) - fixed_s
+        return ChunkBudget(self._max_chunk_tokens, left_s, per_token_s, per_pair_s)
 
     def prefill_s(self, num_tokens: int) -> float:
         """Predicted seconds to read ``num_tokens`` prompt tokens in the largest chunks, attention left out."""
@@ -89,21 +118,4 @@ class StepCostModel:
         return fixed_s * num_tokens / self._max_chunk_tokens + per_token_s * num_tokens
 
     def _decode_s(self, load: StepLoad) -> float:
-        return self._decode.predict(_decode_features(load)) if load.num_decode_rows else 0.0
-
-    def _tokens_within(self, budget_s: float, start: int) -> int:
-        """Largest n with fixed + n * token + pairs(start, n) * pair <= budget: a quadratic in n."""
-        fixed_s, per_token_s, per_pair_s = self._chunk.coefficients
-        room_s = budget_s - fixed_s
-        if room_s <= 0.0:
-            return 0
-        linear = per_token_s + per_pair_s * (start + 0.5)
-        if linear <= 0.0:
-            return self._max_chunk_tokens
-        # The stable form of the root: no cancellation when the quadratic term is small.
-        root = math.sqrt(linear * linear + 2.0 * per_pair_s * room_s)
-        return int(2.0 * room_s / (linear + root))
-
-
-def _decode_features(load: StepLoad) -> tuple[float, float, float]:
-    return (1.0, load.num_decode_rows, load.num_decode_context_tokens)
+        return self._decode.predict((1.0, load.num_decode_rows, load.num_decode_context_tokens))

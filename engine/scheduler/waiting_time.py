@@ -43,11 +43,6 @@ class WaitAccount:
     _queue_totals_s: dict[WaitReason, float] | None = None
     _own: tuple[WaitReason, float] | None = None
 
-    @property
-    def own_reason(self) -> WaitReason | None:
-        """The reason of a wait that is not the queue's."""
-        return None if self._own is None else self._own[0]
-
     def start_with_queue(self, clock: QueueClock, now_s: float) -> None:
         """The request is in the queue from now on."""
         self.stop(clock, now_s)
@@ -63,13 +58,14 @@ class WaitAccount:
         """The request waits for nothing any more."""
         if self._own is not None:
             reason, since_s = self._own
-            self._add(reason, now_s - since_s)
+            self.add(reason, now_s - since_s)
             self._own = None
         elif self._queue_totals_s is not None:
             for reason, total_s in clock.totals_s(now_s).items():
-                self._add(reason, total_s - self._queue_totals_s[reason])
+                self.add(reason, total_s - self._queue_totals_s[reason])
             self._queue_totals_s = None
 
-    def _add(self, reason: WaitReason, seconds_s: float) -> None:
+    def add(self, reason: WaitReason, seconds_s: float) -> None:
+        """Account for a wait that is over. A negative one (clocks of two processes) counts as none."""
         if seconds_s > 0.0:
             self.waited_s[reason] = self.waited_s.get(reason, 0.0) + seconds_s
