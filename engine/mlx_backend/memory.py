@@ -29,9 +29,9 @@ def measure_model_bytes(
     ``footprint_bytes``: what the system charges this process with now. What of it is neither weights nor kept by MLX
     for reuse is the runtime: interpreter, libraries, and memory that loading freed and malloc keeps.
     """
+    known_bytes = mx.get_active_memory() + mx.get_cache_memory()
     few, more = (measure_activation_bytes(loaded, max_chunk_tokens, rows) for rows in (_FEW_ROWS, _MORE_ROWS))
     per_row_bytes = max(0, more - few) // (_MORE_ROWS - _FEW_ROWS)
-    known_bytes = mx.get_active_memory() + mx.get_cache_memory()
     return ModelBytes(
         weights_bytes=loaded.facts.weights_bytes,
         kv_bytes_per_token=loaded.kv_bytes_per_token(kv_dtype),
