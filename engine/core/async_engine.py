@@ -24,7 +24,14 @@ from engine.core.process_transport import ProcessTransport
 from engine.core.supervisor import EngineState, Supervisor
 from engine.core.transport import ThreadTransport, Transport
 from engine.core.validation import validate_request
-from engine.errors import AdmissionRefusedError, EngineDeadError, InvalidParameterError, RequestCancelledError
+from engine.errors import (
+    AdmissionRefusedError,
+    DeadlineExceededError,
+    EngineDeadError,
+    InvalidParameterError,
+    RequestCancelledError,
+    RequestFailedError,
+)
 from engine.interfaces import EngineStatus, ModelFacts
 from engine.text.tokenizer import Tokenizer
 
@@ -35,6 +42,8 @@ ENGINE_COMMAND = (sys.executable, "-P", "-m", "engine.build")
 # Freeing a large model's wired memory takes seconds on Metal, and cutting it short can strand that memory until reboot.
 TEARDOWN_S = 60.0 if sys.platform == "darwin" else 5.0
 MAX_SUBMISSIONS = 2
+# The engine ends overdue requests itself and knows more about them; the front steps in when it has not by then.
+OVERDUE_SLACK_S = 0.5
 # What a refused caller is told while the engine restarts: about what loading a model takes.
 RESTART_RETRY_S = 10.0
 
@@ -138,12 +147,15 @@ class AsyncEngine:
         """
         opened = await self._admit(request)
         num_unfinished = request.n
+        overdue = self._watch_deadline(opened)
         try:
             while num_unfinished:
                 delta = await opened.next_delta()
                 num_unfinished -= delta.finish_reason is not None
                 yield delta
         finally:
+            if overdue is not None:
+                overdue.cancel()
             self._abandon(opened)
 
     def cancel(self, request_id: str) -> bool:
@@ -151,8 +163,7 @@ class AsyncEngine:
         opened = self._open.get(request_id)
         if opened is None:
             return False
-        opened.fail(RequestCancelledError("The request was cancelled."))
-        self._abandon(opened)
+        self._end(opened, RequestCancelledError("The request was cancelled."))
         return True
 
     def status(self) -> EngineStatus:
@@ -248,6 +259,19 @@ class AsyncEngine:
     def _submit(self, opened: OpenRequest) -> None:
         opened.num_submissions += 1
         self._supervisor.send(Submit(opened.sequences))
+
+    def _watch_deadline(self, opened: OpenRequest) -> asyncio.TimerHandle | None:
+        """End the request when its deadline passes although the engine hangs, loads or restarts."""
+        deadline_s = opened.request.deadline_s
+        if deadline_s is None:
+            return None
+        error = DeadlineExceededError("The request was not done at its deadline.")
+        left_s = deadline_s - time.monotonic() + OVERDUE_SLACK_S
+        return asyncio.get_running_loop().call_later(left_s, self._end, opened, error)
+
+    def _end(self, opened: OpenRequest, error: RequestFailedError) -> None:
+        opened.fail(error)
+        self._abandon(opened)
 
     def _abandon(self, opened: OpenRequest) -> None:
         if self._open.remove(opened):

@@ -1,6 +1,7 @@
 """Reads what a model's files say of it, here or on the hub, without reading weights.
 
-Owns: config.json, the safetensors index and headers, the head of a GGUF file. Must not know: what the numbers are for.
+Owns: config.json, the safetensors index and headers, the head of a GGUF file, and what they make one expect before
+loading. Must not know: how memory is planned, or MLX.
 """
 
 from __future__ import annotations
@@ -13,8 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine.config import EngineConfig
+from engine.core.memory_readers import read_machine
 from engine.errors import EngineError, ModelNotFoundError, UnsupportedModelError
-from engine.memory.preflight import Weights
+from engine.memory.model_shape import read_shape
+from engine.memory.plan_inputs import ModelBytes, PlanInputs
+from engine.memory.preflight import Backend, ModelEstimate, Weights, refuse_hopeless
 from engine.model_source import DEMO_MODEL, ModelSource, resolve_model
 from engine.text.gguf_metadata import read_gguf_metadata, read_gguf_tensors
 
@@ -44,6 +49,24 @@ class ModelFiles:
 
     config: Mapping[str, Any]
     weights: Weights
+
+
+def expect_model(config: EngineConfig, source: ModelSource, backend: Backend) -> ModelBytes | None:
+    """What the files promise, or None when they do not tell: then loading has to show it.
+
+    Raises MemoryPlanError for a model that cannot fit on this machine, before any of it is loaded.
+    """
+    try:
+        files = read_model_files(source)
+        shape = read_shape(files.config)
+    except UnsupportedModelError:
+        return None
+    value_bytes = {"auto": None, "float32": 4, "float16": 2, "bfloat16": 2}[config.kv_dtype]
+    estimate = ModelEstimate(shape, files.weights, backend, config.prefill.max_chunk_tokens, value_bytes)
+    max_model_len = config.max_model_len or shape.max_model_len
+    model = estimate.at(max_model_len)
+    refuse_hopeless(PlanInputs.of(config, read_machine(), model, max_model_len))
+    return model
 
 
 def describe_model_files(name: str) -> ModelFiles:
@@ -118,7 +141,8 @@ class _Entry:
 
 def _weights(entries: Iterable[_Entry], config: Mapping[str, Any]) -> Weights:
     group_size = int((config.get("quantization") or {}).get("group_size", 64))
-    kept = {entry.name: entry for entry in entries if not entry.name.startswith(_LEFT_OUT)}
+    left_out = (*_LEFT_OUT, "lm_head.") if config.get("tie_word_embeddings") else _LEFT_OUT
+    kept = {entry.name: entry for entry in entries if not entry.name.startswith(left_out)}
     num_values = 0
     for entry in kept.values():
         stem, _, part = entry.name.rpartition(".")

@@ -165,7 +165,7 @@ class ProcessTransport(asyncio.Protocol):
 
 
 class _LineLog(asyncio.Protocol):
-    """Passes what the child prints to the log and keeps the last lines."""
+    """Passes what the child prints to the log, at the level that a line begins with, and keeps the last lines."""
 
     def __init__(self, last_lines: deque[str]) -> None:
         self._last_lines = last_lines
@@ -176,7 +176,8 @@ class _LineLog(asyncio.Protocol):
         for line in lines:
             text = line.decode(errors="replace").rstrip()
             self._last_lines.append(text)
-            logger.info("%s", text)
+            level = logging.getLevelNamesMapping().get(text.partition(" ")[0], logging.INFO)
+            logger.log(level, "%s", text)
 
 
 def _child_environment() -> dict[str, str]:
