@@ -6,7 +6,6 @@ do not add up. Must not know: how bytes are measured, or who allocates them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,8 +20,6 @@ Kind = Literal["permanent", "per_request", "foreign", "reserve"]
 # Until this machine's gain is measured, "auto" stops here: in every public measurement on Macs total speed flattens
 # between 4 and 16 rows, so a 17th slot would take memory from the person for a gain that nobody has seen.
 UNMEASURED_SLOTS = 16
-# Planned and measured bytes may differ by this part before the term is named in a warning.
-TOLERANCE = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,15 +119,6 @@ def plan_memory(inputs: PlanInputs) -> MemoryPlan:
 def balanced_slots(inputs: PlanInputs) -> int:
     """The slots that memory alone allows. Raises MemoryPlanError when not even one full-length sequence fits."""
     return balance_slots(MAX_SLOTS, lambda n: _num_blocks_at(inputs, n), inputs.num_blocks_per_sequence).slots
-
-
-def compare(planned: Mapping[str, int], measured: Mapping[str, int]) -> list[str]:
-    """Return one sentence for each term that is off by more than ``TOLERANCE``."""
-    return [
-        f"{name}: {format_bytes(planned[name])} planned, {format_bytes(measured[name])} measured."
-        for name in planned.keys() & measured.keys()
-        if abs(planned[name] - measured[name]) > TOLERANCE * measured[name]
-    ]
 
 
 def _fits(inputs: PlanInputs) -> bool:

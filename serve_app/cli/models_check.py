@@ -17,16 +17,15 @@ from engine.config import EngineConfig
 from engine.core.model_files import describe_model_files
 from engine.errors import ConfigError
 from engine.memory.ledger import format_bytes
+from engine.memory.model_shape import ModelShape, read_shape
 from engine.memory.plan_inputs import GIB, MachineMemory, PlanInputs
 from engine.memory.preflight import (
     CONTEXTS,
     Backend,
     ContextPlan,
     ModelEstimate,
-    ModelShape,
     mac_memory,
     plan_contexts,
-    read_shape,
 )
 
 # Macs as sold, one per memory size: only the size counts here.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import struct
 from pathlib import Path
@@ -9,10 +10,12 @@ from typing import Any
 
 import pytest
 
-from engine.core.model_files import ModelFiles, read_model_files
-from engine.errors import ModelNotFoundError, UnsupportedModelError
+from engine.config import load_engine_config
+from engine.core.model_files import ModelFiles, expect_model, read_model_files
+from engine.errors import MemoryPlanError, ModelNotFoundError, UnsupportedModelError
+from engine.memory.model_shape import read_shape
 from engine.memory.plan_inputs import GIB, MIB, PlanInputs
-from engine.memory.preflight import ModelEstimate, mac_memory, plan_contexts, read_shape
+from engine.memory.preflight import ModelEstimate, deviations, mac_memory, plan_contexts
 from engine.model_source import ModelSource, resolve_model
 
 KIB = 2**10
@@ -181,3 +184,38 @@ def test_metal_limits_of_a_mac_that_is_not_here(gib: int, working_set_gib: float
     model = ModelEstimate(read_shape(LLAMA), shape_files("llama-3.1-8b").weights, "metal", 64)
     inputs = PlanInputs(machine, model.at(512), 512)
     assert inputs.limit_bytes <= working_set_gib * GIB + 1024 * MIB
+
+
+def test_a_hopeless_model_is_refused_before_it_is_loaded() -> None:
+    source = resolve_model("demo")
+    with pytest.raises(MemoryPlanError, match=r"weights 513 MiB \(computed\)") as caught:
+        expect_model(load_engine_config({"memory": {"budget": "600MiB"}}), source, "cpu")
+    assert caught.value.fix.startswith("set `memory.budget: ")
+    budget = caught.value.fix.split()[2].rstrip("`")
+    assert expect_model(load_engine_config({"memory": {"budget": budget}}), source, "cpu") is not None
+    # Estimates are no reason to refuse: 513 MiB of weights and 361 MiB for one sequence do fit.
+    expected = expect_model(load_engine_config({"memory": {"budget": "900MiB"}}), source, "cpu")
+    assert expected is not None
+    assert expected.weights_bytes == 538_060_032
+
+
+def test_what_files_do_not_tell_is_left_to_loading(tmp_path: Path) -> None:
+    source = folder(tmp_path, {**LLAMA, "mamba_d_state": 16})
+    write_safetensors(tmp_path / "model.safetensors", {"x.weight": ([64], 128)})
+    assert expect_model(load_engine_config({}), source, "cpu") is None
+
+
+def test_loading_is_compared_with_what_was_expected() -> None:
+    files = read_model_files(resolve_model("demo"))
+    expected = ModelEstimate(read_shape(files.config), files.weights, "cpu", 512).at(8192)
+    assert deviations(expected, dataclasses.replace(expected, activation_bytes=1, runtime_bytes=2)) == []
+    near = dataclasses.replace(expected, weights_bytes=expected.weights_bytes * 101 // 100)
+    assert deviations(expected, near) == []
+    (warning,) = deviations(expected, dataclasses.replace(expected, kv_bytes_per_token=23 * KIB))
+    assert warning.startswith("KV cache of a token: 46,080 bytes expected")
+
+
+def test_a_tied_head_is_counted_once(tmp_path: Path) -> None:
+    write_safetensors(tmp_path / "a.safetensors", {"model.e.weight": ([64], 128), "lm_head.weight": ([64], 128)})
+    assert read_model_files(folder(tmp_path, {**LLAMA, "tie_word_embeddings": True})).weights.num_values == 64
+    assert read_model_files(folder(tmp_path, LLAMA)).weights.num_values == 128
