@@ -15,11 +15,14 @@ from engine.config import EngineConfig
 from engine.core.engine_core import EngineCore
 from engine.core.memory_readers import read_machine, system_reader
 from engine.core.messages import OnProgress, Progress
+from engine.core.model_files import expect_model
 from engine.core.process_main import run_engine_process
 from engine.memory.guard import GuardConfig, GuardEvent, MemoryGuard
 from engine.memory.guard_driver import GuardDriver, GuardHooks
 from engine.memory.ledger import MemoryPlan, plan_memory
 from engine.memory.plan_inputs import PlanInputs
+from engine.memory.preflight import deviations
+from engine.mlx_backend.device import choose_backend
 from engine.mlx_backend.loaded_model import LoadedModel
 from engine.mlx_backend.loader import load_model
 from engine.mlx_backend.memory import DeviceMemory, measure_model_bytes, with_device_limits
@@ -36,11 +39,14 @@ def build_core(config: EngineConfig, on_progress: OnProgress) -> EngineCore:
     Raises StartupError: ModelNotFoundError, UnsupportedModelError, ConfigError or MemoryPlanError.
     """
     source = resolve_model(config.model)
+    expected = expect_model(config, source, choose_backend(config.backend))
     on_progress(Progress("loading weights"))
     loaded = load_model(source, backend=config.backend, max_model_len=config.max_model_len, parity=config.parity)
     on_progress(Progress("measuring memory"))
     inputs = _plan_inputs(config, loaded)
     plan = plan_memory(inputs)
+    for deviation in deviations(expected, inputs.model) if expected else ():
+        logger.warning("%s", deviation)
     logger.info("%s on %s", source.name, loaded.facts.device)
     logger.info("slots %s, %d KV blocks; %s", plan.slots_asked, plan.num_blocks, "; ".join(map(str, plan.ledger.terms)))
     for warning in plan.warnings:
