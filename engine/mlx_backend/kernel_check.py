@@ -1,0 +1,189 @@
+"""Runs every kernel on small random inputs against its plain-MLX reference, on the machine that will use it.
+
+Owns: the trials (parity of each kernel, order of pool accesses) and their verdicts. Must not know: models, steps, what
+is done about a failure.
+
+Nobody promises that a write through a cast pointer is seen by the next kernel, by the next step, and by a step that was
+started before the last one ended: the order trials ask for exactly that, with results that differ if one is missed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from engine.mlx_backend.gpu_cache import KernelBook
+from engine.mlx_backend.kernels import reference
+from engine.mlx_backend.kernels.launch import KernelFactory
+from engine.mlx_backend.kernels.sampling import SampleKernel
+from engine.mlx_backend.kernels.tiling import Geometry
+from engine.mlx_backend.noise import gumbel
+
+# Largest error in units of 1 + |result|: several times the spacing of the type's numbers. A wrong block gives 0.1.
+_TOLERANCES = {mx.float32: 1e-3, mx.float16: 5e-3, mx.bfloat16: 3e-2}
+_LENGTHS = (1, 0, 37, 200)
+_WIDENING = 5
+_ORDER_STEPS = 12
+_VOCAB_SIZE_TOKENS = 3001
+
+Arrays = Sequence[mx.array]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """``problem`` is empty when the kernel did what its reference does; ``error`` is the largest difference."""
+
+    name: str
+    problem: str
+    error: float
+
+
+@dataclass(slots=True)
+class _Pool:
+    keys: mx.array
+    values: mx.array
+
+    def copy(self) -> _Pool:
+        copied = _Pool(mx.array(self.keys), mx.array(self.values))
+        mx.eval(copied.keys, copied.values)
+        return copied
+
+
+class Trials:
+    """All trials for layers of one ``geometry``."""
+
+    def __init__(self, geometry: Geometry, dtype: mx.Dtype, pool_dtype: mx.Dtype, book: KernelBook) -> None:
+        self.geometry, self.dtype = geometry, dtype
+        self._kernels = book.kernels(geometry, dtype, pool_dtype)
+        self._random = np.random.default_rng(1)
+        g = geometry
+        B, width = len(_LENGTHS), -(-max(_LENGTHS) // g.block_size)
+        num_blocks = B * width
+        rows = (num_blocks + 1) * g.block_size
+        self._pool = _Pool(*(self._draw(g.num_kv_heads * rows, g.head_dim).astype(pool_dtype) for _ in range(2)))
+        self._table = mx.array(self._random.permutation(num_blocks).reshape(B, width).astype(np.int32))
+        self._lengths = mx.array(np.array(_LENGTHS, np.int32))
+        self._queries = self._draw(B, g.num_heads, 1, g.head_dim)
+        self._new = self._draw(B, g.num_kv_heads, 1, g.head_dim), self._draw(B, g.num_kv_heads, 1, g.head_dim)
+        self._sinks = self._draw(g.num_heads) if g.has_sinks else None
+
+    def run(self) -> Iterator[Verdict]:
+        """Verdicts one by one; an exception (a compiler's, say) is a verdict too."""
+        for name, trial in (
+            ("paged decode attention", self._decode),
+            ("chunk write", self._write),
+            ("chunk gather", self._gather),
+            ("block copy", self._copy_blocks),
+            ("order of pool accesses", self._order),
+        ):
+            yield judge(name, trial, _TOLERANCES[self.dtype])
+
+    def _draw(self, *shape: int) -> mx.array:
+        return mx.array(self._random.standard_normal(shape).astype(np.float32)).astype(self.dtype)
+
+    def _decode(self) -> tuple[Arrays, Arrays]:
+        results: list[mx.array] = []
+        wanted: list[mx.array] = []
+        reference_inputs = (self._queries, *self._new, self._pool.keys, self._pool.values, self._table, self._lengths)
+        expected = reference.decode(self.geometry, *reference_inputs, self._sinks)
+        # A wide table lets the context be split, a narrow one may not: both forms of the kernel are tried.
+        wide = mx.concatenate([self._table, *[mx.zeros_like(self._table)] * _WIDENING], axis=1)
+        for table in (self._table, wide):
+            pool = self._pool.copy()
+            out, version = self._kernels.decode(
+                *(self._queries, *self._new, pool, table, self._lengths, mx.zeros((1,), mx.int32), self._sinks)
+            )
+            mx.eval(out, version)
+            results += [out, pool.keys, pool.values]
+            wanted += expected
+        return results, wanted
+
+    def _write(self) -> tuple[Arrays, Arrays]:
+        g = self.geometry
+        new = self._draw(9, g.num_kv_heads, 1, g.head_dim)
+        targets = mx.array([3, -1, 9, 8, 40, 41, 42, -1, 0], mx.int32)
+        pool = self._pool.copy()
+        mx.eval(self._kernels.write(new, new, pool, targets, mx.zeros((1,), mx.int32)))
+        wanted = [reference.write(g, new, array, targets) for array in (self._pool.keys, self._pool.values)]
+        return [pool.keys, pool.values], wanted
+
+    def _gather(self) -> tuple[Arrays, Arrays]:
+        table, span = self._table[3], mx.array([self.geometry.block_size, 150, 160], mx.int32)
+        keys, values, _ = self._kernels.gather(self._pool, table, span, 160, mx.zeros((1,), mx.int32))
+        wanted = [
+            reference.gather(self.geometry, array, table, span, 160) for array in (self._pool.keys, self._pool.values)
+        ]
+        return [keys, values], wanted
+
+    def _copy_blocks(self) -> tuple[Arrays, Arrays]:
+        pairs = mx.array([[0, 5], [7, 2]], mx.int32)
+        pool = self._pool.copy()
+        mx.eval(self._kernels.copy_blocks(pool, pairs, mx.zeros((1,), mx.int32)))
+        wanted = [reference.copy_blocks(self.geometry, array, pairs) for array in (self._pool.keys, self._pool.values)]
+        return [pool.keys, pool.values], wanted
+
+    def _order(self) -> tuple[Arrays, Arrays]:
+        """Steps that each read what the one before wrote: all in one evaluation, one by one, and overlapping."""
+        chained, apart, overlapping = self._pool.copy(), self._pool.copy(), self._pool.copy()
+        wanted = self._steps(apart, lambda arrays: mx.eval(arrays))
+        in_one = self._steps(chained, lambda arrays: None)
+        in_flight = self._steps(overlapping, lambda arrays: mx.async_eval(arrays))  # type: ignore[no-untyped-call]
+        expected = [*wanted, *wanted]
+        return [*in_one, *in_flight], expected
+
+    def _steps(self, pool: _Pool, start: Callable[[list[mx.array]], None]) -> list[mx.array]:
+        g, version = self.geometry, mx.zeros((1,), mx.int32)
+        lengths = mx.array([1, 1, 30, 60], mx.int32)
+        new, outputs = self._new, []
+        for step in range(_ORDER_STEPS):
+            out, version = self._kernels.decode(
+                self._queries, *new, pool, self._table, lengths + step, version, self._sinks
+            )
+            chunk = out[:, : g.num_kv_heads]
+            version = self._kernels.write(chunk, chunk, pool, mx.arange(len(_LENGTHS)) + step, version)
+            span = mx.array([0, 24, 24], mx.int32)
+            keys, values, version = self._kernels.gather(pool, self._table[2], span, 24, version)
+            new = (new[0] + keys[:, :, :1] * 0.1, new[1] + values[:, :, 1:2] * 0.1)
+            outputs += [out, keys]
+            start([out, keys, version])
+        return outputs
+
+
+def sampling_trial(factory: KernelFactory, dtype: mx.Dtype) -> Verdict:
+    """The sampling kernel against greedy choice and against draws without filters, with rows of both kinds."""
+
+    def trial() -> tuple[Arrays, Arrays]:
+        random = np.random.default_rng(2)
+        logits = mx.array(random.standard_normal((6, _VOCAB_SIZE_TOKENS)).astype(np.float32) * 3).astype(dtype)
+        keys = mx.array(random.integers(0, 2**31, (2, 6)).astype(np.int32))
+        temperature = np.array([0, 1, 0, 1, 1, 1], np.float32)
+        settings = np.stack([temperature, np.ones(6, np.float32), np.zeros(6, np.float32)])
+        limits = np.array([1, 1, 50] + [_VOCAB_SIZE_TOKENS] * 3, np.int32)
+        tokens, broken = SampleKernel(factory)(logits, mx.array(settings), mx.array(limits), keys)
+        noisy = logits.astype(mx.float32) + gumbel(keys.view(mx.uint32).T, _VOCAB_SIZE_TOKENS)
+        drawn = mx.argmax(noisy, axis=-1)
+        greedy = mx.argmax(logits, axis=-1)
+        wanted = mx.where(mx.array([False, False, False, True, True, True]), drawn, greedy)
+        return [tokens.astype(mx.float32), broken], [wanted.astype(mx.float32), mx.zeros_like(broken)]
+
+    return judge("sampling", trial, 0.0)
+
+
+def judge(name: str, trial: Callable[[], tuple[Arrays, Arrays]], tolerance: float) -> Verdict:
+    """Run ``trial`` and compare what it gives with what it wants."""
+    try:
+        results, wanted = trial()
+        error = max(_difference(a, b) for a, b in zip(results, wanted, strict=True))
+    except Exception as failure:
+        return Verdict(name, f"does not run: {type(failure).__name__}: {str(failure)[:500]}", float("inf"))
+    problem = "" if error <= tolerance else f"differs from its reference by {error:.3g}, {tolerance:.3g} is allowed"
+    return Verdict(name, problem, error)
+
+
+def _difference(result: mx.array, wanted: mx.array) -> float:
+    a, b = result.astype(mx.float32), wanted.astype(mx.float32)
+    difference = float(np.max(np.array(mx.abs(a - b) / (1 + mx.abs(b)))))
+    return difference if np.isfinite(difference) else float("inf")

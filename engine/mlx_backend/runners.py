@@ -1,0 +1,106 @@
+"""Chooses the runner for a loaded model: the kernels' where they prove themselves on this machine, else the plain one.
+
+Owns: the check at start, and what is said when a kernel is turned off. Must not know: how either runner works.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator
+
+from engine.interfaces import ModelRunner
+from engine.mlx_backend.gpu_cache import KernelBook
+from engine.mlx_backend.gpu_runner import GpuModelRunner
+from engine.mlx_backend.kernel_check import Trials, Verdict, sampling_trial
+from engine.mlx_backend.kernels.launch import KernelFactory, gpu_factory, gpu_target
+from engine.mlx_backend.kernels.tiling import TUNINGS, Geometry, Tuning
+from engine.mlx_backend.loaded_model import LoadedModel
+from engine.mlx_backend.model_runner import KvDtype, MlxModelRunner, resolve_kv_dtype
+
+logger = logging.getLogger(__name__)
+
+
+def make_runner(
+    loaded: LoadedModel,
+    *,
+    num_blocks: int,
+    block_size: int,
+    slots: int,
+    max_chunk_tokens: int,
+    kv_dtype: KvDtype = "auto",
+) -> ModelRunner:
+    """The fastest runner that computes ``loaded`` rightly here. A kernel that is turned off is named in the log and in
+    the facts' disclosures."""
+
+    def plain_runner(loaded: LoadedModel) -> MlxModelRunner:
+        return MlxModelRunner(
+            loaded,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            slots=slots,
+            max_chunk_tokens=max_chunk_tokens,
+            kv_dtype=kv_dtype,
+        )
+
+    target = gpu_target() if loaded.backend != "cpu" else None
+    if target is None:
+        return plain_runner(loaded)
+    factory, tuning = gpu_factory(target), TUNINGS[target]
+    verdicts = list(check_kernels(loaded, block_size, kv_dtype, factory, tuning))
+    failed = [verdict for verdict in verdicts if verdict.problem]
+    loaded = _disclosing(loaded, [f"Kernel off: {verdict.name} {verdict.problem}." for verdict in failed])
+    if any(verdict.name != SAMPLING for verdict in failed):
+        return plain_runner(loaded)
+    runner = GpuModelRunner(
+        loaded,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        slots=slots,
+        factory=factory,
+        tuning=tuning,
+        kv_dtype=kv_dtype,
+        samples_on_device=not failed,
+    )
+    runner.warm_up()
+    return runner
+
+
+SAMPLING = "sampling"
+
+
+def check_kernels(
+    loaded: LoadedModel, block_size: int, kv_dtype: KvDtype, factory: KernelFactory, tuning: Tuning
+) -> Iterator[Verdict]:
+    """Verdicts on every kernel that ``loaded`` needs, each distinct kind of layer apart."""
+    pool_dtype = resolve_kv_dtype(loaded, kv_dtype)
+    for geometry in layer_geometries(loaded, block_size):
+        yield from Trials(geometry, loaded.compute_dtype, pool_dtype, KernelBook(block_size, factory, tuning)).run()
+    if any(layer.k_head_dim != layer.v_head_dim for layer in loaded.layers):
+        yield Verdict("paged decode attention", "does not know keys and values of different sizes", float("inf"))
+    yield sampling_trial(factory, loaded.compute_dtype)
+
+
+def layer_geometries(loaded: LoadedModel, block_size: int) -> list[Geometry]:
+    """What the model's layers look like, each kind once. Query heads are the configuration's, where it names them."""
+    config = {**loaded.config, **(loaded.config.get("text_config") or {})}
+    num_heads = int(config.get("num_attention_heads") or config.get("n_head") or 0)
+    geometries = [
+        Geometry(
+            num_heads=num_heads if num_heads and num_heads % layer.num_kv_heads == 0 else layer.num_kv_heads,
+            num_kv_heads=layer.num_kv_heads,
+            head_dim=layer.k_head_dim,
+            block_size=block_size,
+            scale=layer.k_head_dim**-0.5,
+            window=layer.window or 0,
+        )
+        for layer in loaded.layers
+    ]
+    return list(dict.fromkeys(geometries))
+
+
+def _disclosing(loaded: LoadedModel, sentences: list[str]) -> LoadedModel:
+    for sentence in sentences:
+        logger.warning("%s", sentence)
+    facts = dataclasses.replace(loaded.facts, disclosures=(*loaded.facts.disclosures, *sentences))
+    return dataclasses.replace(loaded, facts=facts)
