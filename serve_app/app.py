@@ -20,6 +20,8 @@ from serve_app.replica.deployment import MetalReplica
 ROUTER_RETRY_AFTER_S = 5.0
 # How often a replica that is to stop looks whether it is idle.
 SHUTDOWN_POLL_S = 0.5
+# Freeing a large model's memory in order takes seconds.
+STOP_TIMEOUT_S = 60.0
 
 
 def run_app(config: AppConfig, replica: type[MetalReplica] = MetalReplica) -> DeploymentHandle[Any]:
@@ -36,6 +38,19 @@ def run_app(config: AppConfig, replica: type[MetalReplica] = MetalReplica) -> De
         build_app(config, replica), name=APP_NAME, route_prefix="/", logging_config=_logging()
     )
     return handle
+
+
+def stop_calls(config: AppConfig, grace_s: float) -> None:
+    """End every replica's engine: running answers get ``grace_s``, then their clients get an error and the end.
+
+    For just before Serve is shut down: Serve would wait for answers as long as replicas are ever given.
+    """
+    waits = []
+    for model in config.models:
+        handle: Any = serve.get_deployment_handle(model.deployment_name, APP_NAME)
+        waits.append(handle.broadcast("stop", grace_s))
+    for wait in waits:
+        wait.results(timeout_s=grace_s + STOP_TIMEOUT_S, return_exceptions=True)
 
 
 def build_app(config: AppConfig, replica: type[MetalReplica] = MetalReplica) -> serve.Application:

@@ -7,6 +7,7 @@ it started. Must not know: what is deployed on it. Never attaches to a Ray that 
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
 import secrets
@@ -14,6 +15,7 @@ import shutil
 import sys
 import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -84,20 +86,24 @@ class LocalRay:
         names = {process.name() for process in psutil.Process().children() if process.status() != psutil.STATUS_ZOMBIE}
         return "raylet" in names
 
-    def stop(self, grace_s: float) -> None:
+    def stop(self, end_calls: Callable[[], None], grace_s: float) -> None:
         """End Serve, then Ray, then whatever of our children is still there, then the private folder.
 
-        ``grace_s``: how long running answers may take. A Ray that does not come to an end by itself is ended by force.
+        ``end_calls`` comes first and may take ``grace_s``. A Ray that does not end by itself is ended by force.
         """
         children = psutil.Process().children(recursive=True)
-        thread = threading.Thread(target=_shut_down_ray, name="ray-shutdown", daemon=True)
-        thread.start()
-        thread.join(grace_s + SHUTDOWN_S)
+        thread = threading.Thread(target=_shut_down_ray, args=(end_calls,), name="ray-shutdown", daemon=True)
+        # Ray prints that its controller, which it has just ended, does not answer.
+        with contextlib.redirect_stderr(io.StringIO()):
+            thread.start()
+            thread.join(grace_s + SHUTDOWN_S)
         end_processes(children, KILL_GRACE_S)
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def _shut_down_ray() -> None:
+def _shut_down_ray(end_calls: Callable[[], None]) -> None:
+    if "ray" not in sys.modules:
+        return
     import ray
     from ray import serve
 
@@ -105,10 +111,9 @@ def _shut_down_ray() -> None:
     end_ray: Any = ray.shutdown
     if ray.is_initialized():
         # Whatever they raise, the processes are ended next.
-        with contextlib.suppress(Exception):
-            end_serve()
-        with contextlib.suppress(Exception):
-            end_ray()
+        for end in (end_calls, end_serve, end_ray):
+            with contextlib.suppress(Exception):
+                end()
 
 
 def end_processes(processes: list[psutil.Process], grace_s: float) -> None:

@@ -25,6 +25,8 @@ from serve_app.config import AppConfig
 
 QUESTION = "What is the capital of France?"
 WATCH_PERIOD_S = 1.0
+# Who types Ctrl-C waits for the prompt; who sends SIGTERM (a supervisor) gives the time that is configured.
+INTERRUPT_GRACE_S = 1.0
 
 
 @reports_errors
@@ -51,8 +53,9 @@ def serve(
         stop.wait_while(ray.alive)
     finally:
         stop.ignore()
-        err.print("stopping; running answers get time to finish")
-        ray.stop(settings.replica.shutdown_grace_s)
+        grace_s = settings.replica.shutdown_grace_s if stop.number == signal.SIGTERM else INTERRUPT_GRACE_S
+        err.print(f"stopping; running answers get up to {grace_s:.0f} s")
+        ray.stop(lambda: _end_calls(settings, grace_s), grace_s)
 
 
 class _StopSignal:
@@ -60,10 +63,12 @@ class _StopSignal:
 
     def __init__(self) -> None:
         self._asked = threading.Event()
+        self.number: int | None = None
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._interrupt)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        self.number = number
         self._asked.set()
         raise KeyboardInterrupt
 
@@ -102,3 +107,9 @@ def _start(settings: AppConfig, ray: LocalRay) -> None:
         answer = ask(url, settings.models[0].name, QUESTION)
     out.print(f"\n[bold]{QUESTION}[/]\n{answer}\n", soft_wrap=True)
     out.print(f"ready: [bold]{url}/v1[/] (OpenAI API), {url}/status. Ctrl-C stops it.", soft_wrap=True)
+
+
+def _end_calls(settings: AppConfig, grace_s: float) -> None:
+    from serve_app.app import stop_calls
+
+    stop_calls(settings, grace_s)

@@ -70,6 +70,10 @@ class MetalReplica:
             engine=self._engine_status(),
         )
 
+    async def stop(self, grace_s: float) -> None:
+        """End the engine: running answers get ``grace_s``, the rest an error. Nothing is answered afterwards."""
+        await self._engine.close(grace_s)
+
     async def check_health(self) -> None:
         """Raise EngineDeadError when the engine will never answer again: Serve then replaces this replica.
 
