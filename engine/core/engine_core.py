@@ -101,7 +101,7 @@ class EngineCore:
         self._upkeep(now_s)
         outputs = self._scheduler.expire(now_s)
         self._progressed = False
-        while len(self._in_flight) < self.runner.max_steps_in_flight and self._launch_next():
+        while self._may_launch() and self._launch_next():
             pass
         if self._in_flight:
             self._read_oldest(outputs)
@@ -131,6 +131,12 @@ class EngineCore:
         self.runner.close()
         self._after_close()
 
+    def _may_launch(self) -> bool:
+        if len(self._in_flight) >= self.runner.max_steps_in_flight:
+            return False
+        # The next step would take tokens from one that never ran: its requests are to be failed first.
+        return not (self._in_flight and isinstance(self._in_flight[-1].pending, _NotLaunched))
+
     def _launch_next(self) -> bool:
         batch = self._scheduler.schedule(self._clock())
         self._release()
@@ -143,7 +149,7 @@ class EngineCore:
         except Exception as error:
             pending = _NotLaunched(error)
         self._in_flight.append(_InFlight(batch, pending))
-        return not isinstance(pending, _NotLaunched)
+        return True
 
     def _read_oldest(self, outputs: list[TokenOutput]) -> None:
         step = self._in_flight.popleft()
