@@ -10,15 +10,13 @@ import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
-import openai
 import pytest
 
 from serve_app.config import APP_NAME, load_app_config, ray_environment
+from tests.serve_endpoint import Endpoint
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,32 +25,6 @@ for name in [name for name in os.environ if name.startswith(("RAY_ADDRESS", "RAY
     del os.environ[name]
 os.environ.update(ray_environment())
 os.environ.update({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16), "PYTHONPATH": str(ROOT)})
-
-
-@dataclass(frozen=True)
-class Endpoint:
-    """A running app."""
-
-    url: str
-
-    def client(self, **options: Any) -> openai.OpenAI:
-        """The official client with only its address changed. It does not retry, so that every failure is seen."""
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="unused", max_retries=0, timeout=90, **options)
-
-    def async_client(self) -> openai.AsyncOpenAI:
-        """The same for coroutines."""
-        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="unused", max_retries=0, timeout=90)
-
-    def status(self) -> dict[str, Any]:
-        """The one replica's part of /status."""
-        (replica,) = httpx.get(f"{self.url}/status").json()["replicas"]
-        found: dict[str, Any] = replica
-        return found
-
-    def scheduler(self) -> dict[str, Any]:
-        """The scheduler's figures."""
-        found: dict[str, Any] = self.status()["engine"]["scheduler"]
-        return found
 
 
 @pytest.fixture(scope="session")

@@ -1,23 +1,23 @@
-"""The demo model behind the whole way, as an office would use it: many at once, long prompts, rude clients, bad requests."""
+"""The demo model behind the whole way, as an office uses it: many at once, long prompts, rude clients, bad requests."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from itertools import pairwise
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from tests.serve.conftest import Endpoint
-from tests.serve.test_through_ray import eventually, user
+from tests.serve_endpoint import Endpoint, eventually, eventually_async, user
 
 pytestmark = pytest.mark.timeout(400)
 
 GREEDY: dict[str, Any] = {"model": "demo", "temperature": 0}
 TOPICS = ["the sea", "bread", "a lighthouse", "winter", "bicycles", "bees", "the moon", "tea"]
-LONG_PROMPT_WORDS = 1300  # about 1,500 tokens of the demo model
+NUM_LONG_WORDS = 500  # about 1,500 tokens of the demo model
 MAX_CHUNK_TOKENS = 512
 
 
@@ -64,24 +64,23 @@ def test_sixteen_chats_at_once_say_what_each_says_alone(demo: Endpoint) -> None:
 def test_a_long_prompt_does_not_stop_the_streams_that_run(demo: Endpoint) -> None:
     def long_prompt(seed: str) -> dict[str, Any]:
         # Unlike each other from the first word on, so that none finds the other's blocks.
-        words = " ".join(f"{seed}{number % 97}" for number in range(LONG_PROMPT_WORDS // 3))
+        words = " ".join(f"{seed}{number % 97}" for number in range(NUM_LONG_WORDS))
         return {**GREEDY, "messages": user(words), "max_tokens": 1}
 
     async def run(newcomer: dict[str, Any] | None) -> tuple[float, int]:
         """The largest gap within three streams, and the newcomer's prompt tokens."""
         async with demo.async_client() as client:
             arrivals: list[list[float]] = [[], [], []]
-            bodies = [{**GREEDY, "messages": user(f"Write about {topic}."), "max_tokens": 100} for topic in TOPICS[:3]]
+            bodies = [{**GREEDY, "messages": user(f"Write about {topic}."), "max_tokens": 60} for topic in TOPICS[:3]]
             streams = [asyncio.ensure_future(stream_text(client, b, t)) for b, t in zip(bodies, arrivals, strict=True)]
-            while min(map(len, arrivals)) < 3:
-                await asyncio.sleep(0.01)
+            await eventually_async(lambda: min(map(len, arrivals)) >= 3)
             num_tokens = 0
             if newcomer is not None:
                 answer = await client.chat.completions.create(**newcomer)
                 assert answer.usage is not None
                 num_tokens = answer.usage.prompt_tokens
             await asyncio.gather(*streams)
-        gaps = [later - earlier for times in arrivals for earlier, later in zip(times, times[1:], strict=False)]
+        gaps = [later - earlier for times in arrivals for earlier, later in pairwise(times)]
         return max(gaps), num_tokens
 
     start_s = time.monotonic()
@@ -102,8 +101,7 @@ def test_a_client_that_goes_away_frees_its_slot(demo: Endpoint, stream: bool) ->
     async def leave() -> None:
         async with httpx.AsyncClient(timeout=60) as client:
             asking = asyncio.ensure_future(client.post(f"{demo.url}/v1/chat/completions", json=body))
-            while demo.scheduler()["num_running"] == 0:
-                await asyncio.sleep(0.02)
+            await eventually_async(lambda: demo.scheduler()["num_running"] > 0)
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
 

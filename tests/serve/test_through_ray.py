@@ -7,9 +7,7 @@ import json
 import random
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -21,22 +19,10 @@ from engine.request import SamplingParams
 from serve_app.client import Ask, connect
 from serve_app.errors import TABLE
 from tests.core_fakes import answer_text
-from tests.serve.conftest import Endpoint
+from tests.serve_endpoint import Endpoint, eventually, user
 from tests.serve_fakes import prompt_of
 
 GREEDY: dict[str, Any] = {"model": "chain", "temperature": 0}
-
-
-def user(text: str) -> list[Any]:
-    return [{"role": "user", "content": text}]
-
-
-def eventually(condition: Callable[[], bool], within_s: float = 10.0) -> None:
-    """Poll until ``condition`` holds."""
-    deadline_s = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "it did not come to pass"
-        threading.Event().wait(0.02)
 
 
 def test_the_official_client_gets_whole_and_streamed_answers(chain: Endpoint) -> None:
