@@ -87,7 +87,7 @@ def _join(
         runner,
         time.monotonic,
         slots_asked=plan.slots_asked,
-        memory=lambda: {**plan.status(), **guard.status()},
+        memory=lambda: {**plan.status(), **_pool_use(plan, scheduler), **guard.status()},
         upkeep=GuardDriver(guard, system_reader(), scheduler, hooks).tick,
         after_close=device.restore,
     )
@@ -111,6 +111,11 @@ def _scheduler_config(
         revision=source.revision,
         max_steps_in_flight=runner.max_steps_in_flight,
     )
+
+
+def _pool_use(plan: MemoryPlan, scheduler: Scheduler) -> dict[str, int]:
+    stats = scheduler.stats(time.monotonic())
+    return plan.pool_use(stats.num_blocks_free, stats.num_blocks_cached)
 
 
 def _log_guard_event(event: GuardEvent) -> None:

@@ -74,6 +74,7 @@ class MemoryPlan:
     slots_asked: str
     limit_bytes: int
     full_length_sequences: int
+    block_bytes: int
     cache_limit_bytes: int
     wired_limit_bytes: int | None = None
     warnings: tuple[str, ...] = ()
@@ -90,6 +91,15 @@ class MemoryPlan:
             "unassigned_bytes": self.ledger.unassigned_bytes,
             "machine_bytes": self.ledger.total_bytes,
             "full_length_sequences": self.full_length_sequences,
+            "kv_block_bytes": self.block_bytes,
+        }
+
+    def pool_use(self, num_blocks_free: int, num_blocks_cached: int) -> dict[str, int]:
+        """What the pool is used for at a moment, as flat facts for ``/status``."""
+        num_blocks_held = self.num_blocks - num_blocks_free - num_blocks_cached
+        return {
+            "kv_held_bytes": num_blocks_held * self.block_bytes,
+            "cached_prefix_bytes": num_blocks_cached * self.block_bytes,
         }
 
 
@@ -155,6 +165,7 @@ def _plan(inputs: PlanInputs) -> MemoryPlan:
         slots_asked=describe_slots(inputs.slots_asked, slots),
         limit_bytes=inputs.limit_bytes,
         full_length_sequences=full_length,
+        block_bytes=inputs.block_bytes,
         cache_limit_bytes=inputs.model.cache_limit_bytes,
         wired_limit_bytes=None if machine.working_set_bytes is None else min(gpu_bytes, machine.working_set_bytes),
         warnings=tuple(warnings),

@@ -110,6 +110,14 @@ def test_status_is_flat_and_unknown_is_null() -> None:
     assert {f"{name}_bytes" for name in TERMS} <= status.keys()
 
 
+def test_pool_use_in_bytes() -> None:
+    plan = plan_memory(demo())
+    assert plan.pool_use(plan.num_blocks - 10, 4) == {
+        "kv_held_bytes": 6 * 16 * 45 * KIB,
+        "cached_prefix_bytes": 4 * 16 * 45 * KIB,
+    }
+
+
 def test_auto_without_a_measured_gain_takes_no_more_than_is_known_to_help() -> None:
     plan = plan_memory(demo(slots="auto"))
     assert plan.slots == UNMEASURED_SLOTS

@@ -79,6 +79,14 @@ def test_check_all_macs() -> None:
     assert "| M1, 16 GB | 9 | 4 | 2 | 1 | - | - |" in text
 
 
+@pytest.mark.parametrize("name", sorted(path.name for path in SHAPES.iterdir()))
+def test_the_tables_in_the_documentation_are_what_the_command_prints(name: str) -> None:
+    code, table, _ = ask("check", str(SHAPES / name), "--macs", "--markdown")
+    assert code == 0
+    page = (SHAPES.parents[1] / "docs/memory.md").read_text()
+    assert f"`metalslots models check configs/models/{name} --macs --markdown`\n\n{table}" in page
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
