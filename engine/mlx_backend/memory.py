@@ -47,8 +47,16 @@ def measure_model_bytes(
 
 
 def with_device_limits(machine: MachineMemory, loaded: LoadedModel) -> MachineMemory:
-    """Add what only the device knows: how much it may hold at once, and its longest buffer."""
-    longest = mx.device_info().get("max_buffer_length") if loaded.backend == "metal" else None
+    """Add what only the device knows: how much it may hold at once, and its longest buffer.
+
+    A CUDA device has memory of its own: that is then the machine that is planned.
+    """
+    info = mx.device_info()
+    if loaded.backend == "cuda" and "total_memory" in info:
+        free = info.get("free_memory")
+        own_bytes = mx.get_active_memory() + mx.get_cache_memory()
+        return MachineMemory(int(info["total_memory"]), None if free is None else int(free), own_bytes)
+    longest = info.get("max_buffer_length") if loaded.backend == "metal" else None
     return dataclasses.replace(
         machine,
         working_set_bytes=loaded.device.working_set_bytes,

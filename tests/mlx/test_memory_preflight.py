@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import mlx.core as mx
 import pytest
@@ -19,8 +20,10 @@ from engine.memory.ledger import plan_memory
 from engine.memory.model_shape import read_shape
 from engine.memory.plan_inputs import GIB, MachineMemory, PlanInputs
 from engine.memory.preflight import deviations
+from engine.mlx_backend import memory
+from engine.mlx_backend.loaded_model import LoadedModel
 from engine.mlx_backend.loader import load_model
-from engine.mlx_backend.memory import DeviceMemory, measure_model_bytes
+from engine.mlx_backend.memory import DeviceMemory, measure_model_bytes, with_device_limits
 from engine.model_source import resolve_model
 
 SHAPES = Path(__file__).parents[2] / "configs/models"
@@ -110,12 +113,32 @@ def test_limits_are_put_back() -> None:
     )
     before = mx.set_cache_limit(123 << 20)
     try:
-        memory = DeviceMemory("cpu", plan_memory(inputs))
-        memory.set_tight(True)
+        device = DeviceMemory("cpu", plan_memory(inputs))
+        device.set_tight(True)
         assert mx.set_cache_limit(0) == 0
-        memory.set_tight(False)
+        device.set_tight(False)
         assert mx.set_cache_limit(inputs.model.cache_limit_bytes) == inputs.model.cache_limit_bytes
-        memory.restore()
+        device.restore()
         assert mx.set_cache_limit(before) == 123 << 20
     finally:
         mx.set_cache_limit(before)
+
+
+@pytest.mark.parametrize(
+    ("backend", "info", "expected"),
+    [
+        ("cpu", {}, MachineMemory(64 * GIB, 50 * GIB, GIB)),
+        ("metal", {"max_buffer_length": 7}, MachineMemory(64 * GIB, 50 * GIB, GIB, 48 * GIB, 7)),
+        ("cuda", {"total_memory": 140 * GIB, "free_memory": 9}, MachineMemory(140 * GIB, 9, 5)),
+        ("cuda", {"total_memory": 140 * GIB}, MachineMemory(140 * GIB, None, 5)),
+    ],
+)
+def test_limits_of_a_device(
+    backend: str, info: dict[str, int], expected: MachineMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = SimpleNamespace(working_set_bytes=48 * GIB if backend == "metal" else None)
+    loaded = cast(LoadedModel, SimpleNamespace(backend=backend, device=device))
+    monkeypatch.setattr(memory.mx, "device_info", lambda: info)
+    monkeypatch.setattr(memory.mx, "get_active_memory", lambda: 3)
+    monkeypatch.setattr(memory.mx, "get_cache_memory", lambda: 2)
+    assert with_device_limits(MachineMemory(64 * GIB, 50 * GIB, GIB), loaded) == expected
