@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 import uuid
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -78,7 +77,7 @@ def _add_generation(app: FastAPI, fleet: Fleet, settings: HttpSettings) -> None:
 
     def respond(body: GenerationRequest, call: GenerateCall, shape: AnswerShape) -> Response:
         kind = StreamedResponse if body.stream else WholeResponse
-        return kind(partial(fleet.open, call), shape, limits)
+        return kind(call, fleet.open, shape, limits)
 
     def context(request: Request, prefix: str, model: str) -> CallContext:
         return CallContext(

@@ -26,7 +26,7 @@ from serve_app.errors import ErrorAnswer, RequestTimeoutError, answer_for
 from serve_app.ingress import sse
 from serve_app.ingress.answers import AnswerShape
 from serve_app.ingress.fleet import CallStream
-from serve_app.protocol import Deltas, Timings
+from serve_app.protocol import Deltas, GenerateCall, Timings
 
 T = TypeVar("T")
 
@@ -44,8 +44,15 @@ class ResponseLimits:
 class PrimedResponse(Response, ABC):
     """Base: opens the call, writes its answer, and cancels it when the client leaves."""
 
-    def __init__(self, open_call: Callable[[], CallStream], shape: AnswerShape, limits: ResponseLimits) -> None:
+    def __init__(
+        self,
+        call: GenerateCall,
+        open_call: Callable[[GenerateCall], CallStream],
+        shape: AnswerShape,
+        limits: ResponseLimits,
+    ) -> None:
         super().__init__()
+        self._call = call
         self._open_call = open_call
         self._shape = shape
         self._limits = limits
@@ -67,14 +74,16 @@ class PrimedResponse(Response, ABC):
 
     async def _answer(self, sender: _Sender) -> None:
         try:
-            async with asyncio.timeout(self._limits.timeout_s), self._open_call() as messages:
+            async with asyncio.timeout(self._limits.timeout_s), self._open_call(self._call) as messages:
                 await self.write(messages, sender)
         except TimeoutError:
             await _fail(sender, answer_for(RequestTimeoutError(self._limits.timeout_s)))
         except Exception as error:
             answer = answer_for(error)
             if answer.status == 500:
-                logger.exception("a request failed")
+                logger.exception(
+                    "request %s (the client calls it %r) failed", self._call.request_id, self._call.client_request_id
+                )
             await _fail(sender, answer)
 
 

@@ -67,6 +67,7 @@ class ReplicaStream:
 
     async def __anext__(self) -> Deltas:
         while not self._complete:
+            self._require_open()
             try:
                 return self._note(await self._response.__anext__())
             except StopAsyncIteration:
@@ -85,6 +86,7 @@ class ReplicaStream:
 
     def __next__(self) -> Deltas:
         while not self._complete:
+            self._require_open()
             try:
                 return self._note(self._response.__next__())
             except StopIteration:
@@ -92,6 +94,10 @@ class ReplicaStream:
             except Exception as error:
                 self._move_or_raise(error)
         raise StopIteration
+
+    def _require_open(self) -> None:
+        if self._response is None:
+            raise RuntimeError("A stream is iterated inside its `with` or `async with` block.")
 
     def _note(self, message: Deltas) -> Deltas:
         self._num_messages += 1

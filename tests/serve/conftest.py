@@ -59,7 +59,7 @@ def chain(ray_port: int) -> Iterator[Endpoint]:
     from tests.serve_replicas import ChainReplica
 
     model = {"name": "chain", "engine": {"slots": 8, "max_waiting_requests": 64}}
-    with _deployed({"port": ray_port, "models": [model], "replica": {"shutdown_grace_s": 1.0}}, ChainReplica) as app:
+    with deployed({"port": ray_port, "models": [model], "replica": {"shutdown_grace_s": 1.0}}, ChainReplica) as app:
         yield app
 
 
@@ -67,12 +67,12 @@ def chain(ray_port: int) -> Iterator[Endpoint]:
 def demo(ray_port: int) -> Iterator[Endpoint]:
     """The demo model with four slots, as `make serve` runs it."""
     engine = {"model": "demo", "slots": 4, "max_model_len": 4096}
-    with _deployed({"port": ray_port, "models": [{"engine": engine}], "replica": {"shutdown_grace_s": 1.0}}) as app:
+    with deployed({"port": ray_port, "models": [{"engine": engine}], "replica": {"shutdown_grace_s": 1.0}}) as app:
         yield app
 
 
 @contextmanager
-def _deployed(values: dict[str, Any], *replica: Any) -> Iterator[Endpoint]:
+def deployed(values: dict[str, Any], *replica: Any) -> Iterator[Endpoint]:
     from ray import serve
 
     from serve_app.app import run_app

@@ -130,7 +130,7 @@ async def test_status_shows_the_engine_and_null_for_what_is_unknown() -> None:
         shown = (await client_of(fleet).get("/status")).json
     (replica,) = shown["replicas"]
     assert replica["engine"]["scheduler"]["slots"] == 4
-    assert replica["engine"]["heartbeat_age_s"] is None
+    assert replica["engine"]["scheduler"]["predicted_wait_s"] is None
     assert (await client_of(ScriptedFleet()).get("/status")).json["replicas"][0]["engine"] is None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -178,11 +179,15 @@ async def test_a_call_is_answered_and_the_number_of_open_calls_returns_to_zero()
     assert [message.usage is not None for message in messages] == [False] * (len(messages) - 1) + [True]
 
 
-async def test_tokens_of_a_flush_interval_are_one_message() -> None:
-    async with EngineFleet(flush_interval_s=LONG_S) as fleet:
-        first, second = await answer(fleet, call(max_tokens=40))
-    assert len(first.choices[0].token_ids) < 40
-    assert len(first.choices[0].token_ids) + len(second.choices[0].token_ids) == 40
+async def test_the_first_token_is_a_message_and_those_of_a_flush_interval_are_another() -> None:
+    gate = threading.Semaphore(1)
+    fleet = EngineFleet(make_core(ChainRunner(gate=gate)), flush_interval_s=LONG_S)
+    async with fleet, fleet.open(call(max_tokens=40)) as messages:
+        first = await anext(messages)
+        gate.release(100)
+        rest = [message async for message in messages]
+    assert len(first.choices[0].token_ids) == 1
+    assert [len(message.choices[0].token_ids) for message in rest] == [39]
 
 
 # --- refusals, and calls that are left ----------------------------------------------------------------------------

@@ -134,3 +134,11 @@ async def test_an_answer_that_merely_stops_is_an_error(sync: bool) -> None:
 async def test_a_replica_that_cancels_by_itself_does_not_cancel_its_caller() -> None:
     with pytest.raises(RequestCancelledError):
         await collect(Handle((ANSWER[0], asyncio.CancelledError())), sync=False)
+
+
+async def test_a_stream_outside_its_block_says_so() -> None:
+    stream = ReplicaStream(Handle(ANSWER), CALL)
+    with pytest.raises(RuntimeError, match="with"):
+        next(stream)
+    with pytest.raises(RuntimeError, match="with"):
+        await anext(stream)
