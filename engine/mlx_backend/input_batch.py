@@ -1,15 +1,16 @@
 """Turns a step's rows into the index arrays of one forward pass.
 
-Owns: the packed order (decode rows by length, then chunks), positions, pool rows to write, the blocks each row reads.
-Must not know: the model, the pool's arrays, sampling. Indices are built in numpy; the only Python loops run over rows.
+Owns: the packed order (decode rows, then chunks), positions, pool rows to write, what each row reads. Must not know:
+the model, the pool's arrays, sampling. Indices are built in numpy; the only Python loops run over rows.
 
-Decode rows are padded to a *rung* and rows of one rung are one attention call. A rung depends on the row's own length
-alone, so a row's result does not depend on its batch-mates: padding is masked and reads the null block's zeros.
+How a decode row reads its keys is decided by its own length and block table alone, so that its result does not depend
+on its batch-mates: a long row whose blocks lie side by side is read where it stands, any other is gathered, padded to a
+*rung* with the null block's zeros, and computed together with the rows of the same rung.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
@@ -20,8 +21,10 @@ import numpy.typing as npt
 
 from engine.batch import BatchRow, StepBatch
 
-# An attention call costs as much as reading about this many positions of one row (30 layers, fp32, measured on CPU).
+# Measured on the CPU, fp32, heads of 64: a call of its own costs a row as much as padding 64 positions, and gathering
+# costs as much as attending. So short rows share a call, and long ones avoid the copy.
 _SMALLEST_RUNG = 64
+_LONGEST_SHARED = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,28 +36,37 @@ class LayerKind:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeGroup:
-    """Packed rows ``[first, first + count)``, one new token each, that read equally many blocks.
-
-    ``blocks`` int32 ``[count, kv_heads, n]``; ``valid`` bool ``[count, 1, 1, n * block_size]``.
-    """
+class Run:
+    """Pool rows ``[first, first + count)`` of every head: positions that lie side by side, read without a copy."""
 
     first: int
     count: int
-    blocks: mx.array
-    valid: mx.array
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkSpan:
-    """Packed rows ``[first, first + count)``: consecutive positions of one request.
+class DecodePart:
+    """Packed rows ``[first, first + count)``, one new token each.
 
-    ``blocks`` int32 ``[1, kv_heads, n]`` hold ``num_keys`` positions, the chunk's own last.
+    ``source``: a run (one row), or blocks int32 ``[count, kv_heads, n]`` of which ``valid`` bool
+    ``[count, 1, 1, n * block_size]`` says what is seen.
     """
 
     first: int
     count: int
-    blocks: mx.array
+    source: Run | mx.array
+    valid: mx.array | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPart:
+    """Packed rows ``[first, first + count)``: consecutive positions of one request.
+
+    ``source``: a run, or blocks int32 ``[1, kv_heads, n]``; it begins with ``num_keys`` positions, the chunk's last.
+    """
+
+    first: int
+    count: int
+    source: Run | mx.array
     num_keys: int
     mask: mx.array | Literal["causal"]
 
@@ -64,8 +76,8 @@ class AttentionPlan:
     """Index arrays for all layers of one kind. ``write_index`` int32 ``[T, kv_heads]``: flat pool rows."""
 
     write_index: mx.array
-    groups: tuple[DecodeGroup, ...]
-    chunks: tuple[ChunkSpan, ...]
+    decodes: tuple[DecodePart, ...]
+    chunks: tuple[ChunkPart, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +95,22 @@ class StepInputs:
     head_rows: mx.array
 
 
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """A row with the blocks that hold its positions up to the step's end."""
+
+    row: BatchRow
+    blocks: npt.NDArray[np.int64]
+
+    @property
+    def end(self) -> int:
+        return self.row.start + self.row.num_tokens
+
+    @property
+    def side_by_side(self) -> bool:
+        return bool((np.diff(self.blocks) == 1).all())
+
+
 class InputBuilder:
     """Builds ``StepInputs`` for pools of ``num_blocks`` blocks (the null block comes after the last one)."""
 
@@ -93,19 +121,21 @@ class InputBuilder:
 
     def build(self, batch: StepBatch) -> StepInputs:
         """Index arrays for ``batch``; its rows may come in any order."""
-        decodes = sorted((row for row in batch.rows if row.num_tokens == 1), key=lambda row: self._rung(row.start + 1))
-        chunks = [row for row in batch.rows if row.num_tokens > 1]
-        rows = decodes + chunks
-        counts = np.array([row.num_tokens for row in rows])
-        ends = np.cumsum(counts)
-        tokens = np.concatenate([_tokens_of(row) for row in rows])
-        positions = np.concatenate([np.arange(row.start, row.start + row.num_tokens) for row in rows])
-        pool_rows = np.concatenate([self._pool_rows(row) for row in rows])
+        tables = [self._table(row) for row in batch.rows]
+        decodes = [table for table in tables if table.row.num_tokens == 1]
+        runs, shared = _split(decodes, lambda table: table.end > _LONGEST_SHARED and table.side_by_side)
+        shared.sort(key=lambda table: rung(table.end))
+        chunks = [table for table in tables if table.row.num_tokens > 1]
+        ordered = runs + shared + chunks
+        rows = [table.row for table in ordered]
+        ends = np.cumsum([row.num_tokens for row in rows])
+        positions = [np.arange(row.start, row.start + row.num_tokens) for row in rows]
+        pool_rows = np.concatenate([self._pool_rows(table, at) for table, at in zip(ordered, positions, strict=True)])
         head_rows = [end - 1 for row, end in zip(rows, ends, strict=True) if row.samples]
         return StepInputs(
-            tokens=mx.array(tokens.astype(np.int32))[:, None],
-            positions=mx.array(positions.astype(np.int32)),
-            plans={kind: self._plan(kind, decodes, chunks, pool_rows) for kind in self._kinds},
+            tokens=mx.array(np.concatenate([_tokens_of(row) for row in rows]))[:, None],
+            positions=mx.array(np.concatenate(positions).astype(np.int32)),
+            plans={kind: self._plan(kind, runs, shared, chunks, pool_rows) for kind in self._kinds},
             sampling_rows=tuple(row for row in rows if row.samples),
             head_rows=mx.array(np.array(head_rows, dtype=np.int32)),
         )
@@ -115,74 +145,98 @@ class InputBuilder:
         first = -(-row.start // self._block_size)
         return list(row.block_ids[first : -(-(row.start + row.num_tokens) // self._block_size)])
 
-    def _pool_rows(self, row: BatchRow) -> npt.NDArray[np.int64]:
+    def _table(self, row: BatchRow) -> _Table:
+        num_blocks = -(-(row.start + row.num_tokens) // self._block_size)
+        return _Table(row, np.array(row.block_ids[:num_blocks], dtype=np.int64))
+
+    def _pool_rows(self, table: _Table, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         size = self._block_size
-        first, last = row.start // size, (row.start + row.num_tokens - 1) // size
-        blocks = np.array(row.block_ids[first : last + 1], dtype=np.int64)
-        positions = np.arange(row.start, row.start + row.num_tokens)
-        return blocks[positions // size - first] * size + positions % size
+        return table.blocks[positions // size] * size + positions % size
 
     def _plan(
-        self, kind: LayerKind, decodes: list[BatchRow], chunks: list[BatchRow], pool_rows: npt.NDArray[np.int64]
+        self,
+        kind: LayerKind,
+        runs: Sequence[_Table],
+        shared: Sequence[_Table],
+        chunks: Sequence[_Table],
+        pool_rows: npt.NDArray[np.int64],
     ) -> AttentionPlan:
-        num_rows = (self._null_block + 1) * self._block_size
-        write_index = pool_rows[:, None] + np.arange(kind.num_kv_heads) * num_rows
-        groups, first = [], 0
-        for num_blocks, members in groupby(decodes, key=lambda row: self._num_blocks_read(row, kind)):
-            group = list(members)
-            groups.append(self._group(kind, group, num_blocks, first))
-            first += len(group)
-        spans = []
-        for row in chunks:
-            spans.append(self._chunk(kind, row, first))
-            first += row.num_tokens
-        return AttentionPlan(mx.array(write_index.astype(np.int32)), tuple(groups), tuple(spans))
+        heads = np.arange(kind.num_kv_heads) * (self._null_block + 1) * self._block_size
+        decodes = [DecodePart(i, 1, self._run(table, _first_seen(table, kind))) for i, table in enumerate(runs)]
+        first = len(decodes)
+        for num_blocks, group in groupby(shared, key=lambda table: self._num_blocks_read(table, kind)):
+            members = list(group)
+            decodes.append(self._shared_part(kind, members, num_blocks, first))
+            first += len(members)
+        parts = []
+        for table in chunks:
+            parts.append(self._chunk_part(kind, table, first))
+            first += table.row.num_tokens
+        write_index = mx.array((pool_rows[:, None] + heads).astype(np.int32))
+        return AttentionPlan(write_index, tuple(decodes), tuple(parts))
 
-    def _group(self, kind: LayerKind, rows: Sequence[BatchRow], num_blocks: int, first: int) -> DecodeGroup:
+    def _run(self, table: _Table, first_position: int) -> Run:
+        return Run(int(table.blocks[0]) * self._block_size + first_position, table.end - first_position)
+
+    def _shared_part(self, kind: LayerKind, tables: Sequence[_Table], num_blocks: int, first: int) -> DecodePart:
         size = self._block_size
-        table = np.full((len(rows), num_blocks), self._null_block, dtype=np.int64)
-        lows = np.empty(len(rows), dtype=np.int64)
-        highs = np.empty(len(rows), dtype=np.int64)
-        for i, row in enumerate(rows):
-            length = row.start + 1
-            low = max(0, length - kind.window) if kind.window else 0
-            first_block = low // size
-            blocks = row.block_ids[first_block : -(-length // size)]
-            table[i, : len(blocks)] = blocks
-            lows[i], highs[i] = low - first_block * size, length - first_block * size
+        blocks = np.full((len(tables), num_blocks), self._null_block, dtype=np.int64)
+        seen = np.empty((len(tables), 2), dtype=np.int64)
+        for i, table in enumerate(tables):
+            first_position = _first_seen(table, kind)
+            first_block = first_position // size
+            blocks[i, : len(table.blocks) - first_block] = table.blocks[first_block:]
+            seen[i] = first_position - first_block * size, table.end - first_block * size
         position = np.arange(num_blocks * size)
-        valid = (position >= lows[:, None]) & (position < highs[:, None])
-        return DecodeGroup(first, len(rows), self._head_blocks(table, kind), mx.array(valid[:, None, None, :]))
+        valid = (position >= seen[:, :1]) & (position < seen[:, 1:])
+        return DecodePart(first, len(tables), self._head_blocks(blocks, kind), mx.array(valid[:, None, None, :]))
 
-    def _chunk(self, kind: LayerKind, row: BatchRow, first: int) -> ChunkSpan:
-        size = self._block_size
-        end = row.start + row.num_tokens
-        first_block = max(0, row.start + 1 - kind.window) // size if kind.window else 0
-        blocks = np.array(row.block_ids[first_block : -(-end // size)], dtype=np.int64)[None]
-        num_keys = end - first_block * size
+    def _chunk_part(self, kind: LayerKind, table: _Table, first: int) -> ChunkPart:
+        size, row, end = self._block_size, table.row, table.end
+        # The chunk's first token sees furthest back.
+        first_position = max(0, row.start + 1 - kind.window) if kind.window else 0
+        first_block = first_position // size
+        begin = first_block * size
+        source: Run | mx.array
+        if table.side_by_side:
+            source = self._run(table, begin)
+        else:
+            source = self._head_blocks(table.blocks[None, first_block:], kind)
         mask: mx.array | Literal["causal"] = "causal"
         if kind.window is not None and end > kind.window:
-            query = np.arange(row.start, end)[:, None]
-            key = np.arange(first_block * size, end)[None]
+            query, key = np.arange(row.start, end)[:, None], np.arange(begin, end)[None]
             mask = mx.array((key <= query) & (key > query - kind.window))
-        return ChunkSpan(first, row.num_tokens, self._head_blocks(blocks, kind), num_keys, mask)
+        return ChunkPart(first, row.num_tokens, source, end - begin, mask)
 
-    def _head_blocks(self, table: npt.NDArray[np.int64], kind: LayerKind) -> mx.array:
+    def _head_blocks(self, blocks: npt.NDArray[np.int64], kind: LayerKind) -> mx.array:
         heads = np.arange(kind.num_kv_heads)[:, None] * (self._null_block + 1)
-        return mx.array((table[:, None, :] + heads).astype(np.int32))
+        return mx.array((blocks[:, None, :] + heads).astype(np.int32))
 
-    def _num_blocks_read(self, row: BatchRow, kind: LayerKind) -> int:
-        length = row.start + 1
-        low = max(0, length - kind.window) if kind.window else 0
-        return -(-self._rung(length - low // self._block_size * self._block_size) // self._block_size)
-
-    def _rung(self, length: int) -> int:
-        """``length`` rounded up to one of eight steps per doubling: at most an eighth of the reads are padding."""
-        step = max(_SMALLEST_RUNG, 1 << max(0, (length - 1).bit_length() - 4))
-        return -(-length // step) * step
+    def _num_blocks_read(self, table: _Table, kind: LayerKind) -> int:
+        size = self._block_size
+        return -(-rung(table.end - _first_seen(table, kind) // size * size) // size)
 
 
-def _tokens_of(row: BatchRow) -> npt.NDArray[np.int64]:
+def rung(length: int) -> int:
+    """``length`` rounded up to one of eight steps per doubling: at most an eighth of what is read is padding."""
+    step = max(_SMALLEST_RUNG, 1 << max(0, (length - 1).bit_length() - 4))
+    return -(-length // step) * step
+
+
+def _split(tables: Sequence[_Table], wanted: Callable[[_Table], bool]) -> tuple[list[_Table], list[_Table]]:
+    chosen: list[_Table] = []
+    rest: list[_Table] = []
+    for table in tables:
+        (chosen if wanted(table) else rest).append(table)
+    return chosen, rest
+
+
+def _first_seen(table: _Table, kind: LayerKind) -> int:
+    """The first position that the row's last token attends to."""
+    return max(0, table.end - kind.window) if kind.window else 0
+
+
+def _tokens_of(row: BatchRow) -> npt.NDArray[np.int32]:
     tokens = row.token_ids[row.start : row.start + row.num_tokens]
     assert len(tokens) == row.num_tokens, f"{row.request_id}: a token of this step is not known to the host"
-    return np.array(tokens, dtype=np.int64)
+    return np.array(tokens, dtype=np.int32)

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from engine.errors import UnsupportedModelError
 from engine.mlx_backend.gathered_attention import attend
-from engine.mlx_backend.input_batch import AttentionPlan, LayerKind, StepInputs
+from engine.mlx_backend.input_batch import AttentionPlan, LayerKind, Run, StepInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +71,16 @@ class LayerPool:
                 B, H, n * self.block_size, self.shape.v_head_dim
             ),
         )
+
+    def read(self, source: Run | mx.array) -> tuple[mx.array, mx.array]:
+        """Keys and values ``[B, kv_heads, positions, head_dim]`` of a run (a view, B = 1) or of gathered blocks."""
+        if isinstance(source, Run):
+            heads, span = self.shape.num_kv_heads, slice(source.first, source.first + source.count)
+            return (
+                self.keys.reshape(1, heads, self._rows, -1)[:, :, span],
+                self.values.reshape(1, heads, self._rows, -1)[:, :, span],
+            )
+        return self.gather(source)
 
     def read_blocks(self, blocks: Sequence[int]) -> tuple[mx.array, mx.array]:
         """Keys and values ``[kv_heads, positions, head_dim]`` of ``blocks`` in the order of their table."""

@@ -35,12 +35,16 @@ class Sequence:
 
 
 class Driver:
-    """Gives out shuffled blocks, so that every block table has holes and no order."""
+    """Gives out shuffled blocks, so that every block table has holes and no order; or, if asked, in ascending order."""
 
-    def __init__(self, runner: ModelRunner, num_blocks: int, block_size: int, seed: int = 0) -> None:
+    def __init__(
+        self, runner: ModelRunner, num_blocks: int, block_size: int, seed: int = 0, *, shuffled: bool = True
+    ) -> None:
         self.runner = runner
         self.block_size = block_size
-        self.free = random.Random(seed).sample(range(num_blocks), num_blocks)
+        self.free = list(range(num_blocks - 1, -1, -1))
+        if shuffled:
+            random.Random(seed).shuffle(self.free)
         self.num_steps = 0
 
     def row(self, sequence: Sequence, num_tokens: int) -> BatchRow:

@@ -60,6 +60,20 @@ def test_greedy_text_in_random_chunks(architecture: str, num_rows: int) -> None:
     assert [s.output for s in sequences] == [greedy(loaded, prompt, 6) for prompt in prompts]
 
 
+@pytest.mark.parametrize("architecture", ["llama", "gpt_oss", "gemma3_text"])
+@pytest.mark.parametrize("shuffled", [True, False])
+def test_long_rows_side_by_side_and_scattered(architecture: str, shuffled: bool) -> None:
+    loaded = tiny_model(architecture)
+    draw = random.Random(1)
+    prompts = [[draw.randrange(200) for _ in range(length)] for length in (125, 30, 126, 260, 200, 1, 65)]
+    runner = make_runner(loaded, num_blocks=200)
+    sequences = [Sequence(str(i), list(prompt)) for i, prompt in enumerate(prompts)]
+    driver = Driver(runner, 200, BLOCK_SIZE, shuffled=shuffled)
+    driver.generate(sequences, 5, 6, lambda left: min(left, 50))
+    runner.close()
+    assert [s.output for s in sequences] == [greedy(loaded, prompt, 6) for prompt in prompts]
+
+
 def test_logits_do_not_depend_on_batch_mates() -> None:
     loaded = tiny_model()
     prompts = random_prompts(8, 60)
