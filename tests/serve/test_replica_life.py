@@ -29,7 +29,7 @@ EXPECTED = answer_text(prompt_of(user("hello")), 20)
 
 def config(port: int, model: str = "demo") -> AppConfig:
     engine = {"model": model, "slots": 8, "max_waiting_requests": 64}
-    replica = {"shutdown_grace_s": 1.0, "max_start_attempts": 1, "health_check_period_s": 0.5}
+    replica = {"shutdown_grace_s": 1.0, "health_check_period_s": 0.5}
     return load_app_config({"port": port, "models": [{"name": "chain", "engine": engine}], "replica": replica})
 
 
