@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from engine.config import EngineConfig
 from engine.core.engine_core import EngineCore
+from engine.core.gains import read_gains
 from engine.core.memory_readers import read_machine, system_reader
 from engine.core.messages import OnProgress, Progress
 from engine.core.model_files import expect_model
@@ -59,7 +60,8 @@ def _plan_inputs(config: EngineConfig, loaded: LoadedModel) -> PlanInputs:
     machine = with_device_limits(read_machine(), loaded)
     dtype = resolve_kv_dtype(loaded, config.kv_dtype)
     model = measure_model_bytes(loaded, dtype, config.prefill.max_chunk_tokens, machine.own_bytes)
-    return PlanInputs.of(config, machine, model, loaded.facts.max_model_len)
+    gains = {} if config.profile is None else read_gains(config.profile, config.model)
+    return PlanInputs.of(config, machine, model, loaded.facts.max_model_len, gains)
 
 
 def _disclosing(loaded: LoadedModel, warnings: tuple[str, ...]) -> LoadedModel:

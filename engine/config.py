@@ -72,6 +72,7 @@ class EngineConfig(_Section):
     prefill: PrefillConfig = PrefillConfig()
     prefix_cache: Literal["shared", "per-user", "off"] = "shared"
     overcommit: Literal["warn", "refuse"] = "warn"
+    profile: str | None = None
     max_waiting_requests: int = Field(default=256, ge=0)
     max_waiting_tokens: int = Field(default=1_000_000, ge=0)
     admission_watermark_tokens: int = Field(default=256, ge=0)

@@ -129,6 +129,7 @@ class MemoryGuard:
         """Take one reading and return what to do now, in order."""
         self.last_reading = reading
         asked = self._asked(reading)
+        self._hold_given_up &= asked is not Stage.PREEMPTING
         self._note_calm(reading, now_s)
         due = now_s - self._changed_s >= self.config.step_s
         if self._held_in_vain(asked, now_s):
@@ -157,15 +158,13 @@ class MemoryGuard:
 
     def _asked(self, reading: MemoryReading) -> Stage:
         """The stage that a reading asks for."""
-        if reading.pressure is Pressure.CRITICAL:
-            return Stage.PREEMPTING
         asked = self._stage_below(reading, self.config.enter)
-        if reading.pressure is Pressure.WARNING:
-            asked = max(asked, Stage.HOLDING)
         if (reading.used_bytes or 0) > self.config.limit_bytes:
             asked = max(asked, Stage.TRIMMED)
-        if asked is Stage.PREEMPTING:
-            self._hold_given_up = False
+        if reading.pressure is Pressure.WARNING:
+            asked = max(asked, Stage.HOLDING)
+        if reading.pressure is Pressure.CRITICAL or asked is Stage.PREEMPTING:
+            return Stage.PREEMPTING
         return min(asked, Stage.TRIMMED) if self._hold_given_up else asked
 
     def _stage_below(self, reading: MemoryReading, thresholds: tuple[float, float, float]) -> Stage:

@@ -174,12 +174,12 @@ def _plan(inputs: PlanInputs) -> MemoryPlan:
 
 def _auto_slots(inputs: PlanInputs) -> tuple[int, list[str]]:
     slots = balanced_slots(inputs)
-    if not inputs.tokens_per_s_at:
+    if not inputs.gains:
         if slots <= UNMEASURED_SLOTS:
             return slots, []
         note = f"memory holds {slots} slots; {UNMEASURED_SLOTS} are used until this machine's gain is measured"
         return UNMEASURED_SLOTS, [note]
-    cap = cap_at_knee(slots, inputs.tokens_per_s_at)
+    cap = cap_at_knee(slots, inputs.gains)
     return (cap.slots, [cap.reason]) if cap else (slots, [])
 
 

@@ -82,8 +82,8 @@ class ModelBytes:
 class PlanInputs:
     """Everything a plan depends on.
 
-    ``budget_bytes`` and ``headroom_bytes``: None is "auto". ``tokens_per_s_at``: measured total decode speed by slot
-    count, empty when nothing is measured.
+    ``budget_bytes`` and ``headroom_bytes``: None is "auto". ``gains``: total decode speed by slot count over that of
+    one slot, as measured on this machine; empty when nothing is measured.
     """
 
     machine: MachineMemory
@@ -95,7 +95,7 @@ class PlanInputs:
     overcommit: Literal["warn", "refuse"] = "warn"
     budget_bytes: int | None = None
     headroom_bytes: int | None = None
-    tokens_per_s_at: Mapping[int, float] = field(default_factory=dict)
+    gains: Mapping[int, float] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -104,7 +104,7 @@ class PlanInputs:
         machine: MachineMemory,
         model: ModelBytes,
         max_model_len: int,
-        tokens_per_s_at: Mapping[int, float] | None = None,
+        gains: Mapping[int, float] | None = None,
     ) -> PlanInputs:
         """Join a configuration with what is known of machine and model; ``max_model_len`` is the resolved one."""
         budget, headroom = config.memory.budget, config.memory.headroom
@@ -118,7 +118,7 @@ class PlanInputs:
             overcommit=config.overcommit,
             budget_bytes=None if budget == "auto" else budget,
             headroom_bytes=None if headroom == "auto" else headroom,
-            tokens_per_s_at=tokens_per_s_at or {},
+            gains=gains or {},
         )
 
     @property

@@ -49,9 +49,7 @@ def parse_slots(text: str) -> SlotsAsked:
     try:
         return _SPELLING.validate_python(text, strict=True)
     except ValidationError as error:
-        raise ConfigError(
-            f"`slots` is {text!r}.", f'write "auto" or a whole number from 1 to {MAX_SLOTS}'
-        ) from error
+        raise ConfigError(f"`slots` is {text!r}.", f'write "auto" or a whole number from 1 to {MAX_SLOTS}') from error
 
 
 def describe_slots(asked: SlotsAsked, slots: int) -> str:
@@ -69,9 +67,7 @@ def blocks_per_sequence(max_model_len: int, block_size: int) -> int:
     return max_model_len // block_size + 1
 
 
-def balance_slots(
-    max_slots: int, num_blocks_at: Callable[[int], int], num_blocks_per_sequence: int
-) -> SlotBalance:
+def balance_slots(max_slots: int, num_blocks_at: Callable[[int], int], num_blocks_per_sequence: int) -> SlotBalance:
     """Return the slot count that serves most full-length sequences at once; the smaller one on a tie.
 
     ``num_blocks_at(n)`` is the size of the pool beside ``n`` slots; zero or less means that ``n`` slots
@@ -101,33 +97,33 @@ def balance_slots(
     return best
 
 
-def knee(tokens_per_s_at: Mapping[int, float]) -> int | None:
+def knee(gains: Mapping[int, float]) -> int | None:
     """Return the smallest measured slot count that no larger one beats by enough, or None while gains go on.
 
-    ``tokens_per_s_at`` maps a slot count to the machine's total decode speed with that many slots busy.
-    The gain that is enough is ``MIN_ELASTICITY``. None: the largest measured count still paid, and nothing
-    is known beyond it.
+    ``gains`` maps a slot count to the machine's total decode speed with that many slots busy over that with one. The
+    gain that is enough is ``MIN_ELASTICITY``. None: the largest measured count still paid, and nothing is known
+    beyond it.
     """
-    counts = sorted(tokens_per_s_at)
+    counts = sorted(gains)
     for index, count in enumerate(counts):
         larger = counts[index + 1 :]
-        if larger and not any(_pays(tokens_per_s_at, count, more) for more in larger):
+        if larger and not any(_pays(gains, count, more) for more in larger):
             return count
     return None
 
 
-def cap_at_knee(slots: int, tokens_per_s_at: Mapping[int, float]) -> SlotCap | None:
+def cap_at_knee(slots: int, gains: Mapping[int, float]) -> SlotCap | None:
     """Return a lower count and its reason when the measured gain flattens before ``slots``."""
-    count = knee(tokens_per_s_at)
+    count = knee(gains)
     if count is None or count >= slots:
         return None
-    more = min(k for k in tokens_per_s_at if k > count)
+    more = min(k for k in gains if k > count)
     reason = (
-        f"memory holds {slots} slots, but measured speed flattens at {count}: "
-        f"{tokens_per_s_at[count]:.0f} tokens/s there, {tokens_per_s_at[more]:.0f} with {more}"
+        f"memory holds {slots} slots, but the measured gain flattens at {count}: {gains[count]:.2f} times the speed "
+        f"of one, {gains[more]:.2f} with {more}"
     )
     return SlotCap(count, reason)
 
 
-def _pays(tokens_per_s_at: Mapping[int, float], count: int, more: int) -> bool:
-    return tokens_per_s_at[more] >= tokens_per_s_at[count] * math.pow(more / count, MIN_ELASTICITY)
+def _pays(gains: Mapping[int, float], count: int, more: int) -> bool:
+    return gains[more] >= gains[count] * math.pow(more / count, MIN_ELASTICITY)

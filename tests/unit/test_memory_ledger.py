@@ -126,11 +126,11 @@ def test_auto_without_a_measured_gain_takes_no_more_than_is_known_to_help() -> N
 
 
 def test_auto_is_capped_at_the_measured_knee() -> None:
-    inputs = dataclasses.replace(demo(slots="auto"), tokens_per_s_at={1: 15.0, 4: 50.0, 16: 100.0, 32: 101.0})
+    inputs = dataclasses.replace(demo(slots="auto"), gains={1: 1.0, 4: 3.3, 16: 6.6, 32: 6.7})
     plan = plan_memory(inputs)
     assert plan.slots == 16
     assert "flattens at 16" in plan.warnings[0]
-    all_pay = dataclasses.replace(inputs, tokens_per_s_at={1: 15.0, 4: 50.0, 16: 100.0, 64: 300.0})
+    all_pay = dataclasses.replace(inputs, gains={1: 1.0, 4: 3.3, 16: 6.6, 64: 20.0})
     assert plan_memory(all_pay).slots > 16
 
 

@@ -145,11 +145,11 @@ def test_the_knee_is_where_no_larger_count_pays(gain: dict[int, float], expected
 
 
 def test_the_cap_says_why() -> None:
-    profile = {1: 60.0, 4: 190.0, 8: 200.0, 16: 198.0}
-    cap = cap_at_knee(55, profile)
+    gains = {1: 1.0, 4: 3.2, 8: 3.3, 16: 3.25}
+    cap = cap_at_knee(55, gains)
     assert cap is not None
     assert cap.slots == 4
-    assert "memory holds 55" in cap.reason
-    assert "190 tokens/s there, 200 with 8" in cap.reason
-    assert cap_at_knee(4, profile) is None
+    assert "memory holds 55 slots" in cap.reason
+    assert "3.20 times the speed of one, 3.30 with 8" in cap.reason
+    assert cap_at_knee(4, gains) is None
     assert cap_at_knee(55, {1: 1.0, 2: 1.7}) is None
