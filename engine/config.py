@@ -61,7 +61,10 @@ class PrefillConfig(_Section):
 
 
 class EngineConfig(_Section):
-    """One engine on one machine. Unknown keys are refused with the closest known one."""
+    """One engine on one machine. Unknown keys are refused with the closest known one.
+
+    ``profile``: a file of `metalslots bench profile`, whose measured gain caps automatic slots.
+    """
 
     model: str = "demo"
     slots: Slots = "auto"
