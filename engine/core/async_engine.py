@@ -20,7 +20,7 @@ from engine.core.faults import FaultPlan
 from engine.core.generation import GenerationDelta, GenerationRequest
 from engine.core.messages import Cancel, Launch, OnProgress, Outputs, Snapshot, Submit
 from engine.core.open_requests import OpenRequest, OpenRequests
-from engine.core.process_transport import ProcessTransport
+from engine.core.process_transport import KILL_MARGIN_S, REAP_S, ProcessTransport
 from engine.core.supervisor import EngineState, Supervisor
 from engine.core.transport import ThreadTransport, Transport
 from engine.core.validation import validate_request
@@ -41,6 +41,8 @@ __all__ = ["AsyncEngine", "GenerationDelta", "GenerationRequest"]
 ENGINE_COMMAND = (sys.executable, "-P", "-m", "engine.build")
 # Freeing a large model's wired memory takes seconds on Metal, and cutting it short can strand that memory until reboot.
 TEARDOWN_S = 60.0 if sys.platform == "darwin" else 5.0
+# The longest that ``close`` takes beyond its grace: teardown, the child's own second try after SIGTERM, then SIGKILL.
+CLOSE_LIMIT_S = 2 * TEARDOWN_S + KILL_MARGIN_S + REAP_S
 MAX_SUBMISSIONS = 2
 # The engine ends overdue requests itself and knows more about them; the front steps in when it has not by then.
 OVERDUE_SLACK_S = 0.5

@@ -32,6 +32,8 @@ from engine.errors import EngineDeadError
 SOCKET_BUFFER_BYTES = 1 << 20
 # The end of the socket and the end of the process come within moments of each other; the second says why.
 EXIT_STATUS_WAIT_S = 0.5
+# After SIGTERM the child gives its loop `teardown_s` and then leaves by itself; so much more for that to be seen.
+KILL_MARGIN_S = 1.0
 # What is left after SIGKILL is the kernel's work.
 REAP_S = 10.0
 NUM_LAST_WORDS = 20
@@ -88,8 +90,7 @@ class ProcessTransport(asyncio.Protocol):
     async def kill(self) -> bool:
         """SIGTERM, on which the child still frees the model if it can; SIGKILL when that takes too long."""
         self._signal(signal.SIGTERM)
-        # The child gives its loop `teardown_s` and then leaves by itself; the second more is for that to be seen.
-        if await self._gone_within(self._launch.teardown_s + 1.0):
+        if await self._gone_within(self._launch.teardown_s + KILL_MARGIN_S):
             return True
         logger.error("engine process %s does not react to SIGTERM; killing it", self.pid)
         self._signal(signal.SIGKILL)
