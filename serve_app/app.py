@@ -12,6 +12,7 @@ from ray.serve.config import BackpressureConfig, HTTPOptions, ProxyLocation
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import LoggingConfig
 
+from engine.core.async_engine import CLOSE_LIMIT_S
 from serve_app.config import APP_NAME, INGRESS_NAME, AppConfig, IngressConfig, ModelConfig, ReplicaConfig
 from serve_app.ingress.deployment import Ingress
 from serve_app.replica.deployment import MetalReplica
@@ -20,8 +21,6 @@ from serve_app.replica.deployment import MetalReplica
 ROUTER_RETRY_AFTER_S = 5.0
 # How often a replica that is to stop looks whether it is idle.
 SHUTDOWN_POLL_S = 0.5
-# Freeing a large model's memory in order takes seconds.
-STOP_TIMEOUT_S = 60.0
 
 
 def run_app(config: AppConfig, replica: type[MetalReplica] = MetalReplica) -> DeploymentHandle[Any]:
@@ -50,7 +49,7 @@ def stop_calls(config: AppConfig, grace_s: float) -> None:
         handle: Any = serve.get_deployment_handle(model.deployment_name, APP_NAME)
         waits.append(handle.broadcast("stop", grace_s))
     for wait in waits:
-        wait.results(timeout_s=grace_s + STOP_TIMEOUT_S, return_exceptions=True)
+        wait.results(timeout_s=grace_s + CLOSE_LIMIT_S, return_exceptions=True)
 
 
 def build_app(config: AppConfig, replica: type[MetalReplica] = MetalReplica) -> serve.Application:
@@ -71,7 +70,8 @@ def _replica(replica: type[MetalReplica], model: ModelConfig, config: ReplicaCon
         backpressure_config=BackpressureConfig(status_code=429, retry_after_s=ROUTER_RETRY_AFTER_S),
         health_check_period_s=config.health_check_period_s,
         health_check_timeout_s=config.health_check_timeout_s,
-        graceful_shutdown_timeout_s=config.shutdown_grace_s,
+        # Then Ray kills the replica; closing the engine comes after the calls and may take its own time.
+        graceful_shutdown_timeout_s=config.shutdown_grace_s + CLOSE_LIMIT_S,
         graceful_shutdown_wait_loop_s=SHUTDOWN_POLL_S,
         max_constructor_retry_count=config.max_start_attempts,
     )(replica)

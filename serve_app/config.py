@@ -42,6 +42,9 @@ def ray_environment() -> dict[str, str]:
         # Write request logs a thousand at a time instead of one by one.
         "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1000",
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1",
+        # A replica that Ray kills by force takes its child along otherwise (seen on Linux): the engine process, which
+        # notices by itself that its parent is gone and frees the model in order.
+        "RAY_kill_child_processes_on_worker_exit": "false",
         "RAY_USAGE_STATS_ENABLED": "0",
     }
 
