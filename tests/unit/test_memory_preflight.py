@@ -6,16 +6,17 @@ import dataclasses
 import json
 import struct
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from engine.config import load_engine_config
-from engine.core.model_files import ModelFiles, expect_model, read_model_files
+from engine.core.model_files import ModelFiles, describe_model_files, expect_model, read_model_files
 from engine.errors import MemoryPlanError, ModelNotFoundError, UnsupportedModelError
 from engine.memory.model_shape import read_shape
 from engine.memory.plan_inputs import GIB, MIB, PlanInputs
-from engine.memory.preflight import ModelEstimate, deviations, mac_memory, plan_contexts
+from engine.memory.preflight import ModelEstimate, Weights, deviations, mac_memory, plan_contexts
 from engine.model_source import ModelSource, resolve_model
 
 KIB = 2**10
@@ -219,3 +220,28 @@ def test_a_tied_head_is_counted_once(tmp_path: Path) -> None:
     write_safetensors(tmp_path / "a.safetensors", {"model.e.weight": ([64], 128), "lm_head.weight": ([64], 128)})
     assert read_model_files(folder(tmp_path, {**LLAMA, "tie_word_embeddings": True})).weights.num_values == 64
     assert read_model_files(folder(tmp_path, LLAMA)).weights.num_values == 128
+
+
+def test_of_a_hub_id_only_headers_are_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    tensor = SimpleNamespace(shape=[64, 10], data_offsets=(100, 1380))
+    headers = SimpleNamespace(files_metadata={"a.safetensors": SimpleNamespace(tensors={"w": tensor})})
+    fetched: list[str] = []
+
+    def download(name: str, file: str) -> str:
+        fetched.append(file)
+        return str(tmp_path / file)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    monkeypatch.setattr("huggingface_hub.get_safetensors_metadata", lambda name: headers)
+    assert describe_model_files("org/name").weights == Weights(1280, 640)
+    assert fetched == ["config.json"]
+
+
+def test_a_hub_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(name: str, file: str) -> str:
+        raise OSError("no network")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    with pytest.raises(ModelNotFoundError, match="did not answer for 'org/name'"):
+        describe_model_files("org/name")
