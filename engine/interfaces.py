@@ -96,7 +96,10 @@ class SchedulerStats:
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """What a replica discloses of its engine; unknown is None."""
+    """What a replica discloses of its engine; unknown is None.
+
+    ``num_restarts`` counts restarts in place, ``last_failure`` is the sentence that the latest one was for.
+    """
 
     state: str
     model: ModelFacts
@@ -104,3 +107,5 @@ class EngineStatus:
     scheduler: SchedulerStats
     memory: Mapping[str, float | int | str | None] = field(default_factory=dict)
     heartbeat_age_s: float | None = None
+    num_restarts: int = 0
+    last_failure: str | None = None

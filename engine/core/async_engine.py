@@ -174,6 +174,7 @@ class AsyncEngine:
         started = self._supervisor.started
         assert started is not None
         snapshot = self._snapshot or started.snapshot
+        failure = self._supervisor.last_failure
         return EngineStatus(
             state=self._supervisor.state,
             model=facts,
@@ -181,6 +182,8 @@ class AsyncEngine:
             scheduler=snapshot.scheduler,
             memory=snapshot.memory,
             heartbeat_age_s=self._supervisor.heard_age_s,
+            num_restarts=self.num_restarts,
+            last_failure=None if failure is None else failure.message,
         )
 
     async def close(self, grace_s: float = 0.0) -> None:

@@ -5,6 +5,8 @@ Owns: per answer, the incremental text, the stop strings and the counts. Must no
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from engine.core.generation import GenerationDelta, GenerationRequest
 from engine.request import FinishReason, Timeline, TokenOutput
 from engine.text.detokenizer import IncrementalDetokenizer
@@ -22,7 +24,7 @@ class AnswerProcessor:
         self._stop = StopMatcher(request.stop) if request.stop else None
         self._num_output_tokens = 0
         self._num_cached_tokens = 0
-        self._first_token_s: float | None = None
+        self._timeline = Timeline(request.received_s)
         self._finished = False
 
     @property
@@ -38,8 +40,7 @@ class AnswerProcessor:
         """
         assert not self._finished, "output after the end"
         assert output.error is None
-        if output.token_ids and self._first_token_s is None:
-            self._first_token_s = now_s
+        self._note_times(output, now_s)
         self._num_cached_tokens = max(self._num_cached_tokens, output.num_cached_tokens)
         text, num_used = self._read(output)
         matched = self._stop.matched if self._stop else None
@@ -56,7 +57,7 @@ class AnswerProcessor:
             num_prompt_tokens=len(self._request.prompt_token_ids),
             num_output_tokens=self._num_output_tokens,
             num_cached_tokens=self._num_cached_tokens,
-            timeline=self._timeline(output, now_s) if self._finished else None,
+            timeline=replace(self._timeline, finished_s=self._timeline.finished_s or now_s) if self._finished else None,
         )
 
     def _read(self, output: TokenOutput) -> tuple[str, int]:
@@ -85,8 +86,8 @@ class AnswerProcessor:
         last = output.token_ids[-1]
         return last if last in self._request.sampling.stop_token_ids else None
 
-    def _timeline(self, output: TokenOutput, now_s: float) -> Timeline:
+    def _note_times(self, output: TokenOutput, now_s: float) -> None:
         if output.timeline is not None:
-            return output.timeline
-        # Ended here, by a stop string: the engine's own marks of this answer are not known on this side.
-        return Timeline(self._request.received_s, first_token_s=self._first_token_s, finished_s=now_s)
+            self._timeline = output.timeline
+        elif output.token_ids and self._timeline.first_token_s is None:
+            self._timeline = replace(self._timeline, first_token_s=now_s)

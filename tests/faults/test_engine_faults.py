@@ -71,7 +71,8 @@ async def test_a_process_that_dies(kind: FaultKind) -> None:
         assert all(outcome.text for outcome in failed)
         assert {FaultKind.ABORT: "SIGABRT", FaultKind.KILL: "SIGKILL"}[kind] in failed[0].error.message
         await works_again(engine)
-        assert engine.num_restarts == 1
+        status = engine.status()
+        assert (status.state, status.num_restarts, status.last_failure) == ("running", 1, failed[0].error.message)
 
 
 async def test_a_hanging_step() -> None:
