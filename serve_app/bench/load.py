@@ -6,7 +6,6 @@ Owns: when each request is sent, and the bound of a load in time. Must not know:
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -75,15 +74,6 @@ def encode_sessions(sessions: Sequence[WrittenSession], extra: Mapping[str, Any]
         )
         for session in sessions
     )
-
-
-def poisson_arrivals_s(seed: str, rate_per_s: float, num: int) -> tuple[float, ...]:
-    """Moments after the start at which ``num`` sessions begin: exponential gaps, the first session at once."""
-    rng = random.Random(f"{seed}:arrivals")
-    moments_s = [0.0]
-    while len(moments_s) < num:
-        moments_s.append(moments_s[-1] + rng.expovariate(rate_per_s))
-    return tuple(moments_s[:num])
 
 
 async def run_closed(

@@ -16,7 +16,6 @@ from serve_app.bench.load import (
     EncodedSession,
     LoadRecord,
     encode_sessions,
-    poisson_arrivals_s,
     run_closed,
     run_open,
 )
@@ -26,7 +25,7 @@ from serve_app.bench.prompts import PromptWriter, TokenCounter, WrittenSession, 
 from serve_app.bench.results import read_load
 from serve_app.bench.status_probe import watching
 from serve_app.bench.target import Target
-from serve_app.capacity.workload import PlannedSession, plan_session
+from serve_app.capacity.workload import PlannedSession, plan_session, poisson_arrivals_s
 
 SHOWN_CHARACTERS = 40
 
@@ -128,7 +127,7 @@ class TargetBench:
     ) -> LoadRecord:
         if level.num_clients is not None:
             return await run_closed(client, sessions, level.num_clients, self._plan.max_level_s, on_done)
-        arrivals_s = poisson_arrivals_s(seed, level.rate_per_s or 1.0, len(sessions))
+        arrivals_s = tuple(poisson_arrivals_s(seed, level.rate_per_s or 1.0, len(sessions)))
         return await run_open(client, sessions, arrivals_s, self._plan.max_level_s, on_done)
 
     async def _ask_alone(self, seed: str, session_index: int, call_index: int) -> Answer:

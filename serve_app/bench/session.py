@@ -95,7 +95,6 @@ def measure_sweep(
     plan: BenchPlan,
     search: Search,
     *,
-    attainment: float,
     count_tokens: TokenCounter | None,
     report: Report,
     allow_remote: bool = False,
@@ -113,7 +112,7 @@ def measure_sweep(
             run = await bench.run_load(level, 0, lambda share: report(f"{target.label}, {level}", share))
             return run.result
 
-        found = await sweep(one, search, plan.service_level, attainment, plan.max_total_s)
+        found = await sweep(one, search, plan.service_level, plan.max_total_s)
         tried = replace(plan, levels=tuple(Level(rate_per_s=each.rate_per_s) for each in found.tried) or plan.levels)
         measured = await bench.finish()
         return found, _document(measured, await _facts(measured.target, ()), tried, machine, started_at)

@@ -40,13 +40,15 @@ class SweepResult:
 class Search:
     """Doubles from ``start_per_s`` until a rate fails, then halves the gap until it is below ``resolution`` of itself.
 
-    Whether a rate meets its level falls with the rate, up to noise: one unlucky failure makes the answer too low, never
-    too high, and a success is only believed from the requests that were really sent.
+    A rate meets its level when the share ``attainment`` of its requests does. Whether it does falls with the rate, up
+    to noise: one unlucky failure makes the answer too low, never too high. No rate below a sixteenth of the start is
+    tried.
     """
 
     start_per_s: float
     max_per_s: float
     resolution: float = 0.1
+    attainment: float = 0.95
     tried: list[RateTried] = field(default_factory=list)
 
     def rates(self) -> Iterator[float]:
@@ -80,16 +82,14 @@ class Search:
         return (low + high) / 2
 
 
-async def sweep(
-    measure: Measure, search: Search, level: ServiceLevel, attainment: float, max_total_s: float
-) -> SweepResult:
-    """Run the search until it ends or ``max_total_s`` is over; ``attainment`` is the share that must meet ``level``."""
+async def sweep(measure: Measure, search: Search, level: ServiceLevel, max_total_s: float) -> SweepResult:
+    """Run the search until it ends or ``max_total_s`` is over."""
     deadline_s = time.monotonic() + max_total_s
     for rate_per_s in search.rates():
         if time.monotonic() >= deadline_s:
             break
         share = attained(await measure(Level(rate_per_s=rate_per_s)), level)
-        search.tell(RateTried(rate_per_s, share, share >= attainment))
+        search.tell(RateTried(rate_per_s, share, share >= search.attainment))
     return search.result()
 
 

@@ -127,3 +127,13 @@ def _draw_calls(each: SessionClass, rng: random.Random, prefix_tokens: int) -> I
 
 def _count(value: float) -> int:
     return max(1, round(value))
+
+
+def poisson_arrivals_s(seed: str, rate_per_s: float, num: int) -> Iterator[float]:
+    """Moments at which ``num`` sessions begin: exponential gaps, the first session at 0. Bench and simulator share it,
+    so that a simulated load can be the very one that was measured."""
+    rng = random.Random(f"{seed}:arrivals")
+    at_s = 0.0
+    for _ in range(num):
+        yield at_s
+        at_s += rng.expovariate(rate_per_s)

@@ -57,15 +57,10 @@ def sweep(
         raise ConfigError("`--slo` is empty.", "write bounds such as ttft:3000,tpot:150")
     count_tokens, eos_token_ids = token_counter(tokenizer)
     target = Target(label, url.rstrip("/"), model, ban_eos, eos_token_ids, key)
+    search = Search(start, highest, resolution, attainment)
     with progress("connecting") as report:
         found, document = measure_sweep(
-            target,
-            plan,
-            Search(start, highest, resolution),
-            attainment=attainment,
-            count_tokens=count_tokens,
-            report=report,
-            allow_remote=allow_remote,
+            target, plan, search, count_tokens=count_tokens, report=report, allow_remote=allow_remote
         )
     write_results([document], Path(out_folder), title=f"Sweep of {label}", plots=False)
     if as_json:

@@ -18,8 +18,13 @@ from serve_app.bench.peers import MLX_LM_FLAGS, mlx_lm_server, our_server
 from serve_app.bench.plots import draw_all
 from serve_app.bench.self_check import check_client
 from serve_app.bench.servers import ServerCommand, free_port, running
+from serve_app.capacity.chart import draw_options
+from serve_app.capacity.demand import Demand, FleetLevel
+from serve_app.capacity.perf_model import RateTimes
+from serve_app.capacity.planner import MachineKind, Planner, PlanSettings
 from serve_app.cli.bench import app
 from tests.unit.test_bench_verdict import document, run
+from tests.unit.test_capacity_simulator import office
 
 # --- children -------------------------------------------------------------------------------------------------------
 
@@ -111,6 +116,14 @@ def test_what_was_not_measured_is_not_drawn(tmp_path: Path) -> None:
     failed = tuple(replace(call, timing=None, error="x") for call in run().result.calls)
     nothing: RunDocument = document("ours", run(slots=(), calls=failed))
     assert {path.name for path in draw_all([nothing], tmp_path, "x")} == {"x-levels.png", "x-levels.svg"}
+
+
+def test_a_plan_is_drawn_with_and_without_times(tmp_path: Path) -> None:
+    settings = PlanSettings(FleetLevel(wait_mean_s=3.0), calls_per_run=100, max_runs=1)
+    kind = MachineKind("by hand", RateTimes(3000.0, 100.0))
+    stable, unstable = (Planner(Demand(office(), rate), kind, settings).option(4, 1) for rate in (500.0, 5000.0))
+    draw_options([stable, unstable], tmp_path / "plan.svg")
+    assert (tmp_path / "plan.svg").stat().st_size > 1000
 
 
 # --- the client itself ----------------------------------------------------------------------------------------------
