@@ -21,6 +21,12 @@ int min(int a, int b);
 int max(int a, int b);
 float min(float a, float b);
 float max(float a, float b);
+uint2 __ldcs(const uint2* from);
+uint4 __ldcs(const uint4* from);
+unsigned int __ldcs(const unsigned int* from);
+unsigned long __cvta_generic_to_shared(const void* address);
+#define asm(...) ;
+#define volatile
 struct __half {
   unsigned short bits;
   __half() = default;

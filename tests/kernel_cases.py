@@ -59,6 +59,9 @@ class Case:
         """Normal numbers of the model's type."""
         return mx.array(self.random.standard_normal(shape).astype(np.float32) * scale).astype(self.dtype)
 
+    def filled(self) -> mx.array:
+        return mx.array(self.random.standard_normal(self.pool.keys.shape).astype(np.float32)).astype(self.pool_dtype)
+
     def _poisoned(self) -> mx.array:
         g = self.geometry
         rows = (self.num_blocks + 1) * g.block_size

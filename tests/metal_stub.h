@@ -43,3 +43,15 @@ float min(float a, float b);
 half min(half a, half b);
 int min(int a, int b);
 uint min(uint a, uint b);
+
+template <typename T, int ROWS, int COLUMNS>
+struct simdgroup_matrix {
+  T elements[2];
+  T* thread_elements();
+};
+template <typename T>
+void simdgroup_multiply_accumulate(
+    simdgroup_matrix<T, 8, 8>& sum,
+    simdgroup_matrix<T, 8, 8> a,
+    simdgroup_matrix<T, 8, 8> b,
+    simdgroup_matrix<T, 8, 8> c);

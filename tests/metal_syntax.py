@@ -32,7 +32,7 @@ _ATTRIBUTES = {
 # What clang's C++ has and Metal's has not: words, and pointers or references that name no address space.
 _WORDS = re.compile(r"\b(?:double|long\s+long|goto|try|throw|virtual|new|delete|typeid|dynamic_cast|thread_local)\b")
 _POINTERS = re.compile(
-    r"(?<!device )(?<!thread )(?<!constant )(?<!const )(?<!DEVICE )(?<!THREAD )(?<!SHARED )"
+    r"(?<!device )(?<!thread )(?<!constant )(?<!threadgroup )(?<!const )(?<!DEVICE )(?<!THREAD )(?<!SHARED )"
     r"\b(?:T|P|Type|float|int|int32_t|bool|half|Offset)\s*[*&]\s*[\w)]"
 )
 

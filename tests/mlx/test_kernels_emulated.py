@@ -9,8 +9,9 @@ import pytest
 import engine.mlx_backend  # noqa: F401  (loads the BLAS before MLX computes)
 from engine.mlx_backend.kernels import reference
 from engine.mlx_backend.kernels.paged_attention import PagedKernels
+from engine.mlx_backend.kernels.projecting import ProjectionKernels
 from engine.mlx_backend.kernels.tiling import TUNINGS, Geometry, Tuning
-from tests.kernel_cases import ArrayPool, Case, random_lengths, same
+from tests.kernel_cases import TOLERANCES, ArrayPool, Case, random_lengths, same
 from tests.kernel_emulator import COMPILER, Emulator
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
@@ -23,6 +24,7 @@ CONFIGURATIONS = {
     "three heads a group, 64 wide, fp32": (Geometry(9, 3, 64, 16, 0.125), F32, F32, WIDE),
     "no groups, 80 wide, soft cap, sinks": (Geometry(2, 2, 80, 8, 0.1, 0, 30.0, True), F16, F16, WIDE),
     "seven heads a group, 96 wide, window": (Geometry(7, 1, 96, 16, 0.1, 50, 0.0, True), F16, F16, WIDE),
+    "one head for all, 64 wide, fp32 pool": (Geometry(8, 1, 64, 16, 0.125), BF16, F32, WIDE),
     "two tiles, 256 wide, bf16 pool": (Geometry(32, 2, 256, 32, 0.0625, 700), F32, BF16, NARROW),
 }
 
@@ -109,6 +111,54 @@ def test_chunks_are_written_gathered_and_copied(name: str, emulator: Emulator) -
     assert same(case.pool.keys, wanted[0])
     assert same(case.pool.values, wanted[1])
     assert version.item() == 3
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "grouped heads, 128 wide, bf16",
+        "no groups, 80 wide, soft cap, sinks",
+        "seven heads a group, 96 wide, window",
+        "one head for all, 64 wide, fp32 pool",
+    ],
+)
+def test_chunks_attend_over_their_paged_context(name: str, emulator: Emulator) -> None:
+    geometry, dtype, pool_dtype, tuning = CONFIGURATIONS[name]
+    kernels = PagedKernels(geometry, dtype, pool_dtype, emulator, tuning)
+    for seed, spans in enumerate([[(0, 1)], [(0, 70), (200, 33)], [(31, 2), (0, 0), (1000, 50)]]):
+        # A chunk [start, start + count) is stored already: its last token counts as the past of a next one.
+        case = Case(geometry, dtype, pool_dtype, [start + count + 1 for start, count in spans], seed)
+        table = mx.array(case.table)
+        rows = sum(count for _, count in spans)
+        queries = case.draw(rows + 3, geometry.num_heads, 1, geometry.head_dim, scale=2.0)  # three rows of padding
+        firsts = np.cumsum([0, *(count for _, count in spans[:-1])])
+        chunks = mx.array([[f, count, start] for f, (start, count) in zip(firsts.tolist(), spans, strict=True)])
+        pool = _unwindowed(case)
+        out, version = kernels.attend_chunks(queries, pool, table, chunks, mx.array([4], mx.int32), case.sinks)
+        safe = mx.array(np.minimum(case.table, case.num_blocks))
+        wanted = reference.attend_chunks(geometry, queries, pool.keys, pool.values, safe, chunks, case.sinks)
+        error = mx.max(mx.abs(out[:rows].astype(F32) - wanted[:rows]) / (1.0 + mx.abs(wanted[:rows])))
+        assert float(error) <= TOLERANCES[dtype] * 1.5, spans  # weights are rounded to 16 bits before they are summed
+        assert version.item() == 5
+
+
+def _unwindowed(case: Case) -> ArrayPool:
+    """The case's pool with a past for every position: a chunk's first token sees further back than its last."""
+    return case.pool if not case.geometry.window else ArrayPool(case.filled(), case.filled())
+
+
+@pytest.mark.parametrize("num_weights", [1, 2, 3])
+@pytest.mark.parametrize("num_rows", [1, 8, 13, 32])
+def test_projections(num_weights: int, num_rows: int, emulator: Emulator) -> None:
+    random = np.random.default_rng(num_rows)
+    features = (64, 32, 96)[:num_weights]
+    x, *weights = (
+        mx.array(random.standard_normal((n, 576)).astype(np.float32)).astype(BF16) for n in (num_rows, *features)
+    )
+    results = ProjectionKernels(emulator)(x, weights, mx.array(features, mx.int32))
+    for result, weight in zip(results, weights, strict=True):
+        wanted = x.astype(F32) @ weight.astype(F32).T
+        assert float(mx.max(mx.abs(result.astype(F32) - wanted) / (1.0 + mx.abs(wanted)))) <= 5e-3
 
 
 def _mutated(emulator: Emulator, old: str, new: str) -> PagedKernels:

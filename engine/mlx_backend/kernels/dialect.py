@@ -149,4 +149,32 @@ SAMPLE = KernelText(
     outputs=(Buffer("tokens", "int"), Buffer("broken", "int")),
     constants=("SIMDS",),
 )
-ALL_TEXTS = (DECODE_WHOLE, DECODE_SPLIT, DECODE_REDUCE, CHUNK_WRITE, CHUNK_GATHER, BLOCK_COPY, SAMPLE)
+CHUNK_ATTENTION = KernelText(
+    name="paged_chunk_attention",
+    parts=("chunk_attention.inc",),
+    inputs=(
+        Buffer("queries", "T"),
+        *_POOLS,
+        Buffer("block_table", "int"),
+        Buffer("chunks", "int"),
+        Buffer("scales", "float"),
+        Buffer("sinks", "T"),
+        _VERSION,
+    ),
+    outputs=(Buffer("out", "T"), _VERSION_OUT),
+    constants=("D", "KV_HEADS", "GROUP", "BLOCK", "WINDOW", "SOFT_CAP", "HAS_SINKS", "KEYS", "SIMDS", "VEC"),
+)
+
+
+def _project(count: int) -> KernelText:
+    return KernelText(
+        name=f"project_{count}",
+        parts=(f"project_{count}.inc", "project.inc"),
+        inputs=(Buffer("x", "T"), *(Buffer(f"w{i}", "T") for i in range(count)), Buffer("widths", "int")),
+        outputs=tuple(Buffer(f"y{i}", "T") for i in range(count)),
+        constants=("ROWS", "FEATS", "TURNS", "SIMDS"),
+    )
+
+
+PROJECTIONS = tuple(_project(count) for count in (1, 2, 3))
+ALL_TEXTS = (DECODE_WHOLE, DECODE_SPLIT, DECODE_REDUCE, CHUNK_WRITE, CHUNK_GATHER, BLOCK_COPY, CHUNK_ATTENTION, SAMPLE, *PROJECTIONS)

@@ -18,8 +18,11 @@ import mlx.core as mx
 from engine.mlx_backend.kernels import dialect
 from engine.mlx_backend.kernels.launch import KernelFactory, Launch
 from engine.mlx_backend.kernels.tiling import (
+    CHUNK_SIMDS,
     Geometry,
     Tuning,
+    attends_chunks,
+    chunk_constants,
     decode_constants,
     num_splits,
     reduce_constants,
@@ -60,6 +63,8 @@ class PagedKernels:
         self._reduce = bind(dialect.DECODE_REDUCE, reduce_constants(geometry, self.tiling, self._reduce_threads))
         self._write = bind(dialect.CHUNK_WRITE, pieces)
         self._gather = bind(dialect.CHUNK_GATHER, {**pieces, "BLOCK": block})
+        self.attends_chunks = attends_chunks(geometry, dtype.size)
+        self._attend_chunks = bind(dialect.CHUNK_ATTENTION, chunk_constants(geometry, self._vec))
         self._copy = bind(dialect.BLOCK_COPY, {**pieces, "BLOCK": block, "VEC": self._copy_vec})
         # With a soft cap the scores are capped before they go to base 2.
         scale = geometry.scale if geometry.soft_cap else geometry.scale * _LOG2_E
@@ -123,6 +128,33 @@ class PagedKernels:
             output_shapes=[(1,)],
         )
         return version
+
+    def attend_chunks(
+        self,
+        queries: mx.array,
+        pool: Pool,
+        block_table: mx.array,
+        chunks: mx.array,
+        version: mx.array,
+        sinks: mx.array | None = None,
+    ) -> tuple[mx.array, mx.array]:
+        """Causal attention of prompt chunks whose keys and values are in the pool already (``write``).
+
+        ``queries`` [N, heads, 1, D] of all chunks; ``chunks`` int32 [n, 3]: each one's first row in ``queries``, number
+        of tokens (0: padding) and first position; ``block_table`` int32 [n, m], from position 0 on.
+        Returns the result, shaped as ``queries`` (rows of no chunk are undefined), and the pool's next version.
+        """
+        assert self.attends_chunks
+        g = self.geometry
+        rows = queries.shape[0] * g.group
+        out, version = self._attend_chunks(
+            *(queries, pool.keys, pool.values, block_table, chunks, self._scales),
+            *(self._no_sinks if sinks is None else sinks, version),
+            groups=(-(-rows // (16 * CHUNK_SIMDS)), g.num_kv_heads, chunks.shape[0]),
+            num_threads=CHUNK_SIMDS * 32,
+            output_shapes=[queries.shape, (1,)],
+        )
+        return out, version
 
     def gather(
         self, pool: Pool, block_table: mx.array, span: mx.array, num_positions: int, version: mx.array

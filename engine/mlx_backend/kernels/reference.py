@@ -54,6 +54,31 @@ def decode(
     return out.reshape(queries.shape), k_pool, v_pool
 
 
+def attend_chunks(
+    geometry: Geometry,
+    queries: mx.array,
+    k_pool: mx.array,
+    v_pool: mx.array,
+    block_table: mx.array,
+    chunks: mx.array,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """``PagedKernels.attend_chunks`` in fp32; rows of no chunk are zeros."""
+    out = mx.zeros(queries.shape)
+    for chunk, (first, count, start) in enumerate(np.array(chunks).tolist()):
+        if count == 0:
+            continue
+        # Token i of the chunk attends as a decode row of length start + i + 1 whose token is stored already.
+        rows = mx.arange(first, first + count)
+        places = start + mx.arange(count)
+        table = mx.broadcast_to(block_table[chunk], (count, block_table.shape[1]))
+        found = table[0][places // geometry.block_size] * geometry.block_size + places % geometry.block_size
+        k_new, v_new = (_at(geometry, pool, found[None])[0].swapaxes(0, 1)[:, :, None] for pool in (k_pool, v_pool))
+        result, _, _ = decode(geometry, queries[rows], k_new, v_new, k_pool, v_pool, table, places + 1, sinks)
+        out[rows] = result
+    return out
+
+
 def write(geometry: Geometry, new: mx.array, pool: mx.array, targets: mx.array) -> mx.array:
     """``PagedKernels.write`` of keys or values. Returns the pool."""
     keep = [i for i, target in enumerate(np.array(targets)) if target >= 0]

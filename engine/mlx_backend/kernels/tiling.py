@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 SIMD_WIDTH = 32
-SUPPORTED_HEAD_DIMS = (64, 80, 96, 128, 256)
+CHUNK_SIMDS = 4
 _MAX_HEADS_PER_TILE = 8
 _MAX_ELEMS_PER_LANE = 24
 _VECTOR_BYTES = 16
@@ -155,3 +155,25 @@ def reduce_constants(geometry: Geometry, tiling: Tiling, num_threads: int) -> di
         "LEAST": tiling.least,
         "THREADS": num_threads,
     }
+
+
+def chunk_constants(geometry: Geometry, vec: int) -> dict[str, int]:
+    """The chunk attention kernel's template. Keys and values of a turn take at most half of Metal's threadgroup memory
+    each."""
+    return {
+        "D": geometry.head_dim,
+        "KV_HEADS": geometry.num_kv_heads,
+        "GROUP": geometry.group,
+        "BLOCK": geometry.block_size,
+        "WINDOW": geometry.window,
+        "SOFT_CAP": int(geometry.soft_cap > 0),
+        "HAS_SINKS": int(geometry.has_sinks),
+        "KEYS": 32 if geometry.head_dim <= 128 else 16,
+        "SIMDS": CHUNK_SIMDS,
+        "VEC": vec,
+    }
+
+
+def attends_chunks(geometry: Geometry, number_bytes: int) -> bool:
+    """Whether the chunk attention kernel knows this geometry: 16-bit numbers in tiles of 16."""
+    return number_bytes == 2 and geometry.head_dim % 16 == 0 and geometry.head_dim <= 256

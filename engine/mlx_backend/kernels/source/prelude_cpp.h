@@ -89,7 +89,7 @@ struct Fiber {
   bool started;
   State state;
   int line;     // of the barrier or the simdgroup operation it waits at
-  float* data;  // what it gives to a simdgroup operation, changed in place
+  void* data;  // what it gives to a simdgroup operation, changed in place
 };
 
 static const int LANES_PER_SIMD = 32;
@@ -101,7 +101,7 @@ static std::vector<void*> poisoned;
 static void (*body)();
 static char error[256];
 
-__attribute__((noinline)) static void suspend(State state, int line, float* data) {
+__attribute__((noinline)) static void suspend(State state, int line, void* data) {
   current->state = state;
   current->line = line;
   current->data = data;
@@ -134,7 +134,7 @@ __attribute__((noinline)) static void run(Fiber& fiber) {
   setcontext(&fiber.context);
 }
 
-typedef void (*Combine)(float** lanes);
+typedef void (*Combine)(void** lanes);
 static Combine combine;
 
 static void fail(const char* what, int line) { snprintf(error, sizeof(error), "%s (line %d of the source)", what, line); }
@@ -165,7 +165,7 @@ static bool run_group(int num_threads, std::mt19937& random) {
         int waiting = 0;
         for (int lane = 0; lane < LANES_PER_SIMD; ++lane) waiting += first[lane].state == AT_SIMD;
         if (waiting == 0) continue;
-        float* data[LANES_PER_SIMD];
+        void* data[LANES_PER_SIMD];
         for (int lane = 0; lane < LANES_PER_SIMD; ++lane) {
           if (first[lane].state != AT_SIMD || first[lane].line != first[0].line) {
             fail("lanes of a simdgroup do not meet at one operation", first[lane].line);
@@ -247,7 +247,8 @@ INLINE void copy_vector(T* to, const T* from) {
 
 // Same meaning as shuffles.h; one suspension a call, and the last lane to come does the work of all.
 template <int WIDTH, int N, bool MAXIMUM, bool STRIDED>
-static void combine_lanes(float** lanes) {
+static void combine_lanes(void** given) {
+  float** lanes = reinterpret_cast<float**>(given);
   const int num_sets = STRIDED ? WIDTH : 32 / WIDTH, members = 32 / num_sets;
   for (int i = 0; i < N; ++i) {
     for (int set = 0; set < num_sets; ++set) {
@@ -277,4 +278,74 @@ template <int WIDTH, int N>
 INLINE void stride_max(float* x) {
   emulator::combine = combine_lanes<WIDTH, N, true, true>;
   emulator::suspend(emulator::AT_SIMD, 200000 + 1000 * WIDTH + N, x);
+}
+
+// Matrix tiles as CUDA lays them out (prelude_cuda.h).
+INLINE int tile_row(int lane) { return lane / 4; }
+INLINE int tile_col(int lane) { return lane % 4 * 2; }
+INLINE int operand_k(int lane, int e) { return lane % 4 * 2 + e; }
+INLINE int operand_n(int lane, int) { return lane / 4; }
+
+template <int N>
+INLINE void tile_row_sum(float* x) {
+  run_sum<4, N>(x);
+}
+template <int N>
+INLINE void tile_row_max(float* x) {
+  emulator::combine = combine_lanes<4, N, true, false>;
+  emulator::suspend(emulator::AT_SIMD, 300000 + N, x);
+}
+
+template <typename T>
+struct TileOperands {
+  float* c;
+  const T* a;
+  const T* b;
+};
+
+template <typename T>
+static void combine_tiles(void** lanes) {
+  static float a[16][16], b[16][8];
+  for (int lane = 0; lane < 32; ++lane) {
+    const TileOperands<T>* tile = static_cast<TileOperands<T>*>(lanes[lane]);
+    for (int k = 0; k < 2; ++k) {
+      for (int e = 0; e < 2; ++e) {
+        for (int r = 0; r < 2; ++r)
+          a[r * 8 + tile_row(lane)][k * 8 + tile_col(lane) + e] = float(tile->a[(k * 2 + r) * 2 + e]);
+        b[k * 8 + operand_k(lane, e)][operand_n(lane, e)] = float(tile->b[k * 2 + e]);
+      }
+    }
+  }
+  for (int lane = 0; lane < 32; ++lane) {
+    TileOperands<T>* tile = static_cast<TileOperands<T>*>(lanes[lane]);
+    for (int r = 0; r < 2; ++r) {
+      for (int e = 0; e < 2; ++e) {
+        float total = tile->c[r * 2 + e];
+        for (int k = 0; k < 16; ++k) total += a[r * 8 + tile_row(lane)][k] * b[k][tile_col(lane) + e];
+        tile->c[r * 2 + e] = total;
+      }
+    }
+  }
+}
+
+template <typename T>
+INLINE void tile_fma(float* c, const T* a, const T* b) {
+  TileOperands<T> operands = {c, a, b};
+  emulator::combine = combine_tiles<T>;
+  emulator::suspend(emulator::AT_SIMD, 400000, &operands);
+}
+
+template <typename T>
+INLINE void load_n_rows(T* b, const T* from, int stride, int lane) {
+  for (int k = 0; k < 2; ++k)
+    for (int e = 0; e < 2; ++e) b[k * 2 + e] = from[operand_n(lane, e) * stride + k * 8 + operand_k(lane, e)];
+}
+template <typename T>
+INLINE void load_k_rows(T* b, const T* from, int stride, int lane) {
+  for (int k = 0; k < 2; ++k)
+    for (int e = 0; e < 2; ++e) b[k * 2 + e] = from[(k * 8 + operand_k(lane, e)) * stride + operand_n(lane, e)];
+}
+template <int N, typename T>
+INLINE void stream_vector(T* to, const T* from) {
+  copy_vector<N>(to, from);
 }
