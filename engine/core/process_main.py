@@ -13,7 +13,7 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
-import select
+import selectors
 import signal
 import socket
 import threading
@@ -57,6 +57,9 @@ class _EngineProcess:
     def __init__(self, connection: socket.socket, build: BuildCore) -> None:
         self._connection = connection
         self._build = build
+        # Not select.select: the descriptor's number is the parent's, which may be beyond what that can take.
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(connection, selectors.EVENT_READ)
         self._decoder = Decoder()
         self._parent = os.getppid()
         self._launch: Launch | None = None
@@ -83,8 +86,7 @@ class _EngineProcess:
     def _wait_for_input(self) -> bool:
         """Block until there is something to read; False when there is a reason to end."""
         while not self._signalled:
-            ready, _, _ = select.select([self._connection], [], [], PARENT_CHECK_S)
-            if ready:
+            if self._selector.select(PARENT_CHECK_S):
                 return True
             if os.getppid() != self._parent:
                 logger.warning("the parent process is gone")
