@@ -1,0 +1,109 @@
+"""Writes docs/api.md: every field of every endpoint, from the models that check the requests.
+
+Owns: the tables. Must not know: what a field does; the models say it (``x-support``, types, ranges).
+
+    python -m serve_app.ingress.api_reference > docs/api.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import BaseModel
+
+from serve_app.ingress.openai_types import ChatCompletionRequest, CompletionRequest
+
+ENDPOINTS: tuple[tuple[str, type[BaseModel]], ...] = (
+    ("POST /v1/chat/completions", ChatCompletionRequest),
+    ("POST /v1/completions", CompletionRequest),
+)
+_INTRODUCTION = """\
+# The HTTP API, field by field
+
+Written by `python -m serve_app.ingress.api_reference` from the models that check requests; a test fails when it is out
+of date.
+
+- **honoured**: the field does what its API says.
+- **refused**: any value but the neutral ones listed is answered with 400 and the field's name.
+- **no effect**: accepted, and without consequence for the answer (bookkeeping of the API's own service).
+
+Any optional field may be null, which means the same as leaving it out. A field that is not listed is refused with 400
+and the closest known name.
+"""
+_RANGES = {
+    "minimum": "at least {}",
+    "exclusiveMinimum": "above {}",
+    "maximum": "at most {}",
+    "exclusiveMaximum": "below {}",
+    "minLength": "at least {} characters",
+    "maxLength": "at most {} characters",
+    "minItems": "at least {} items",
+    "maxItems": "at most {} items",
+    "maxProperties": "at most {} entries",
+}
+
+
+def markdown() -> str:
+    """The whole page."""
+    return "\n".join([_INTRODUCTION, *(_endpoint(name, model) for name, model in ENDPOINTS)])
+
+
+def _endpoint(name: str, model: type[BaseModel]) -> str:
+    schema = model.model_json_schema()
+    parts = [f"## {name}\n", _table(schema)]
+    for title, inner in sorted(schema.get("$defs", {}).items()):
+        if "properties" in inner:
+            parts += [f"### {title}\n", _table(inner)]
+    return "\n".join(parts)
+
+
+def _table(schema: Mapping[str, Any]) -> str:
+    required = schema.get("required", ())
+    lines = ["| field | support | value |", "|---|---|---|"]
+    for name, field in schema["properties"].items():
+        mark = " (required)" if name in required else ""
+        lines.append(f"| `{name}`{mark} | {field.get('x-support', 'honoured')} | {_value(field)} |")
+    return "\n".join([*lines, ""])
+
+
+def _value(field: Mapping[str, Any]) -> str:
+    said = [str(field[key]).rstrip(".") for key in ("description", "x-shape") if key in field]
+    if field.get("x-support") == "refused":
+        neutral = ", ".join(f"`{_json(value)}`" for value in field["enum"])
+        return f"{said[0]}. Neutral: {neutral}"
+    kinds = " or ".join(dict.fromkeys(_kinds(field)))
+    ranges = dict.fromkeys(_ranges(field))
+    return "; ".join(part for part in (kinds, ", ".join(ranges), *said) if part)
+
+
+def _kinds(field: Mapping[str, Any]) -> Iterator[str]:
+    if "$ref" in field:
+        yield field["$ref"].rsplit("/", 1)[-1]
+    for choice in field.get("anyOf", ()):
+        if choice.get("type") != "null":
+            yield from _kinds(choice)
+    if "enum" in field or "const" in field:
+        yield ", ".join(f"`{_json(value)}`" for value in field.get("enum", [field.get("const")]))
+    elif field.get("type") == "array" and field.get("items"):
+        yield f"list of {' or '.join(_kinds(field['items']))}"
+    elif "type" in field:
+        yield str(field["type"])
+
+
+def _ranges(field: Mapping[str, Any]) -> Iterator[str]:
+    for keyword, text in _RANGES.items():
+        if keyword in field:
+            yield text.format(field[keyword])
+    for choice in field.get("anyOf", ()):
+        yield from _ranges(choice)
+
+
+def _json(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return f'"{value}"' if isinstance(value, str) else str(value).replace("'", '"')
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")
