@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Literal
 
 import mlx.core as mx
 import numpy as np
@@ -62,13 +61,14 @@ class ChunkPart:
     """Packed rows ``[first, first + count)``: consecutive positions of one request.
 
     ``source``: a run, or blocks int32 ``[1, kv_heads, n]``; it begins with ``num_keys`` positions, the chunk's last.
+    ``mask`` bool ``[count, num_keys]``, None = causal.
     """
 
     first: int
     count: int
     source: Run | mx.array
     num_keys: int
-    mask: mx.array | Literal["causal"]
+    mask: mx.array | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +202,7 @@ class InputBuilder:
             source = self._run(table, begin)
         else:
             source = self._head_blocks(table.blocks[None, first_block:], kind)
-        mask: mx.array | Literal["causal"] = "causal"
+        mask: mx.array | None = None
         if kind.window is not None and end > kind.window:
             query, key = np.arange(row.start, end)[:, None], np.arange(begin, end)[None]
             mask = mx.array((key <= query) & (key > query - kind.window))
