@@ -23,15 +23,16 @@ class GpuStep:
     """One forward pass on the device. ``tokens`` int32 [T, 1], ``positions`` int32 [T]; decode rows come first.
 
     ``arrays`` are the upload's other parts: ``lengths`` [R] and ``table`` [R, n] of the decode rows, ``chunk_targets``
-    of all chunks, ``chunk_table{i}`` and ``span_{window}_{i}`` of each. ``head_rows`` int32 are the rows whose logits
-    are wanted.
+    of all chunks, ``chunks`` and ``chunk_tables`` of paged ones, ``chunk_table{i}`` and ``span_{window}_{i}`` of each
+    gathered one. ``head_rows`` int32 are the rows whose logits are wanted.
     """
 
     tokens: mx.array
     positions: mx.array
     head_rows: mx.array
     num_decode_rows: int
-    chunks: tuple[ChunkShape, ...]
+    num_chunk_rows: int
+    gathered: tuple[ChunkShape, ...]
     arrays: dict[str, mx.array]
 
 
@@ -82,12 +83,17 @@ class GpuLayerCache(PagedLayerCache):
                 *(step.arrays["table"], step.arrays["lengths"], self.version, sinks),
             )
             outputs.append(out)
-        if step.chunks:
+        if step.num_chunk_rows:
             self.version = kernels.write(keys[R:], values[R:], self.pool, step.arrays["chunk_targets"], self.version)
-            outputs += [
-                self._attend_chunk(kernels, step, index, queries, keys, values, scale, sinks)
-                for index in range(len(step.chunks))
-            ]
+        if step.num_chunk_rows and not step.gathered:
+            out, self.version = kernels.attend_chunks(
+                *(queries[R:], self.pool, step.arrays["chunk_tables"], step.arrays["chunks"], self.version, sinks)
+            )
+            outputs.append(out)
+        outputs += [
+            self._attend_gathered(kernels, step, index, queries, keys, values, scale, sinks)
+            for index in range(len(step.gathered))
+        ]
         return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=0)
 
     def copy_blocks(self, pairs: mx.array) -> None:
@@ -97,7 +103,7 @@ class GpuLayerCache(PagedLayerCache):
         dtype = self.pool.keys.dtype
         self.version = self._book.kernels(geometry, dtype, dtype).copy_blocks(self.pool, pairs, self.version)
 
-    def _attend_chunk(
+    def _attend_gathered(
         self,
         kernels: PagedKernels,
         step: GpuStep,
@@ -108,7 +114,7 @@ class GpuLayerCache(PagedLayerCache):
         scale: float,
         sinks: mx.array | None,
     ) -> mx.array:
-        chunk, window = step.chunks[index], kernels.geometry.window
+        chunk, window = step.gathered[index], kernels.geometry.window
         rows = slice(chunk.first, chunk.first + chunk.count)
         first = chunk_context_start(chunk.start, window, self._book.block_size)
         num_positions = chunk.start + chunk.count - first

@@ -4,6 +4,10 @@ Owns: the packed order and everything the kernels index by. Must not know: the m
 
 Decode rows keep the scheduler's order and come first; rows of padding have length 0, which the kernels skip. A token
 that the host does not know yet is -1 and is taken from ``last_tokens`` on the device, at the row's slot.
+
+Chunks come in one of two forms. *Paged*: tokens padded to a rung, and all else in arrays, so that a step's shape says
+nothing of positions and steps recur. *Gathered* (where the chunk attention kernel is not used): each chunk's length and
+start are part of the shape.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import numpy.typing as npt
 
 from engine.batch import BatchRow, StepBatch
 from engine.mlx_backend.noise import key_words
-from engine.mlx_backend.rungs import rung_for, table_width
+from engine.mlx_backend.rungs import rung_for, table_width, token_rung
 from engine.mlx_backend.uploads import Layout, pack
 
 _LEAST_TABLE_TOKENS = 512
@@ -25,7 +29,7 @@ _LEAST_TABLE_TOKENS = 512
 
 @dataclass(frozen=True, slots=True)
 class ChunkShape:
-    """What is fixed about a chunk: packed rows ``[first, first + count)``, positions from ``start``."""
+    """What is fixed about a gathered chunk: packed rows ``[first, first + count)``, positions from ``start``."""
 
     first: int
     count: int
@@ -38,7 +42,8 @@ class StepShape:
 
     layout: Layout
     num_decode_rows: int
-    chunks: tuple[ChunkShape, ...]
+    num_chunk_rows: int = 0
+    gathered: tuple[ChunkShape, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +65,14 @@ class GpuInputBuilder:
     """Builds steps for pools of ``block_size`` positions a block and contexts of up to ``max_model_len``."""
 
     def __init__(
-        self, *, block_size: int, max_model_len: int, slots: int, vocab_size_tokens: int, windows: Iterable[int]
+        self,
+        *,
+        block_size: int,
+        max_model_len: int,
+        slots: int,
+        vocab_size_tokens: int,
+        windows: Iterable[int],
+        pages_chunks: bool,
     ) -> None:
         self._block_size = block_size
         self._least_width = max(1, _LEAST_TABLE_TOKENS // block_size)
@@ -68,47 +80,102 @@ class GpuInputBuilder:
         self._slots = slots
         self._vocab_size_tokens = vocab_size_tokens
         self._windows = tuple(sorted(set(windows)))
+        self.pages_chunks = pages_chunks
         self.rung_times_s: Mapping[int, float] = {}
 
     def build(self, batch: StepBatch) -> HostStep:
         """Arrays of ``batch``, packed for one upload."""
         decodes = [row for row in batch.rows if row.num_tokens == 1]
         chunks = [row for row in batch.rows if row.num_tokens > 1]
-        num_rows = self._num_rows(len(decodes), bool(chunks))
-        padding: tuple[None, ...] = (None,) * (num_rows - len(decodes))
-        head_rows = (*decodes, *padding, *(row for row in chunks if row.samples))
+        if not chunks:
+            num_rows = rung_for(len(decodes), self.rung_times_s)
+            return self._packed(self._decode_arrays(decodes, num_rows), num_rows, _padded(decodes, num_rows))
+        # With chunks the matrix products are large: padding of decode rows is cheap, more compiled steps are not.
+        num_rows = rung_for(self._slots) if decodes and self.pages_chunks else len(decodes)
         arrays = self._decode_arrays(decodes, num_rows)
+        build_chunks = self._paged if self.pages_chunks else self._gathered
+        return build_chunks(arrays, num_rows, _padded(decodes, num_rows), chunks)
+
+    def empty(self, num_rows: int, num_tokens: int = 0) -> HostStep:
+        """A step of padding: ``num_rows`` decode rows and, if ``num_tokens`` is more, chunk tokens up to that many.
+
+        Everything but attention costs what it will cost.
+        """
+        arrays = self._decode_arrays([], num_rows)
+        if num_tokens <= num_rows:
+            return self._packed(arrays, num_rows, (None,) * num_rows)
+        arrays |= self._chunk_arrays([], num_rows, num_tokens - num_rows, 1)
+        return self._packed(arrays, num_rows, (None,) * (num_rows + 1), num_tokens - num_rows)
+
+    def _paged(
+        self,
+        arrays: dict[str, npt.NDArray[np.generic]],
+        num_rows: int,
+        decode_rows: tuple[BatchRow | None, ...],
+        chunks: list[BatchRow],
+    ) -> HostStep:
+        num_tokens = sum(row.num_tokens for row in chunks)
+        num_padded = token_rung(num_rows + num_tokens) - num_rows
+        num_chunks = 1 << (len(chunks) - 1).bit_length()
+        arrays |= self._chunk_arrays(chunks, num_rows, num_padded, num_chunks)
+        ends = [row if row.samples else None for row in chunks]
+        return self._packed(arrays, num_rows, (*decode_rows, *_padded(ends, num_chunks)), num_padded)
+
+    def _chunk_arrays(
+        self, chunks: Sequence[BatchRow], num_rows: int, num_padded: int, num_chunks: int
+    ) -> dict[str, npt.NDArray[np.generic]]:
+        """Tokens of all chunks and, per chunk, its rows, its first position and its block table."""
+        tokens, positions = np.zeros(num_padded, np.int32), np.zeros(num_padded, np.int32)
+        targets = np.full(num_padded, -1, np.int32)
+        spans = np.zeros((num_chunks, 3), np.int32)
+        needed = max((self._num_blocks(row) for row in chunks), default=1)
+        tables = np.zeros((num_chunks, table_width(needed, self._least_width, self._max_width)), np.int32)
+        head_index = np.arange(num_rows + num_chunks, dtype=np.int32)
+        head_index[num_rows:] = num_rows
+        first = 0
+        for i, row in enumerate(chunks):
+            rows = slice(first, first + row.num_tokens)
+            tokens[rows], positions[rows], targets[rows] = tokens_of(row), _positions(row), self._places(row)
+            spans[i] = first, row.num_tokens, row.start
+            tables[i, : self._num_blocks(row)] = row.block_ids[: self._num_blocks(row)]
+            head_index[num_rows + i] = num_rows + rows.stop - 1
+            first = rows.stop
+        return {
+            "chunk_tokens": tokens,
+            "chunk_positions": positions,
+            "chunk_targets": targets,
+            "chunks": spans,
+            "chunk_tables": tables,
+            "head_index": head_index,
+        }
+
+    def _gathered(
+        self,
+        arrays: dict[str, npt.NDArray[np.generic]],
+        num_rows: int,
+        decode_rows: tuple[BatchRow | None, ...],
+        chunks: list[BatchRow],
+    ) -> HostStep:
         shapes: list[ChunkShape] = []
         first = num_rows
         for index, row in enumerate(chunks):
             shapes.append(ChunkShape(first, row.num_tokens, row.start))
-            arrays |= {f"{name}{index}": array for name, array in self._chunk_arrays(row).items()}
+            arrays |= {f"{name}{index}": array for name, array in self._spans(row).items()}
             first += row.num_tokens
-        if chunks:
-            arrays["chunk_tokens"] = np.concatenate([tokens_of(row) for row in chunks])
-            arrays["chunk_positions"] = np.concatenate([_positions(row) for row in chunks])
-            arrays["chunk_targets"] = np.concatenate([self._places(row) for row in chunks])
-            arrays["head_index"] = self._head_index(num_rows, chunks, shapes)
-        return self._packed(arrays, num_rows, tuple(shapes), head_rows)
+        arrays["chunk_tokens"] = np.concatenate([tokens_of(row) for row in chunks])
+        arrays["chunk_positions"] = np.concatenate([_positions(row) for row in chunks])
+        arrays["chunk_targets"] = np.concatenate([self._places(row) for row in chunks])
+        ends = [shape.first + shape.count - 1 for row, shape in zip(chunks, shapes, strict=True) if row.samples]
+        arrays["head_index"] = np.array([*range(num_rows), *ends], np.int32)
+        head_rows = (*decode_rows, *(row for row in chunks if row.samples))
+        return self._packed(arrays, num_rows, head_rows, first - num_rows, tuple(shapes))
 
-    def empty(self, num_rows: int, num_blocks: int) -> HostStep:
-        """A decode step of ``num_rows`` rows of padding: everything but attention costs what it will cost."""
-        return self._packed(self._decode_arrays([], num_rows, num_blocks), num_rows, (), (None,) * num_rows)
-
-    def _num_rows(self, num_decodes: int, mixed: bool) -> int:
-        if num_decodes == 0:
-            return 0
-        # A mixed step is not compiled and its products are large: its own number of rows is the best.
-        return num_decodes if mixed else rung_for(num_decodes, self.rung_times_s)
-
-    def _decode_arrays(
-        self, rows: Sequence[BatchRow], num_rows: int, num_blocks: int = 1
-    ) -> dict[str, npt.NDArray[np.generic]]:
+    def _decode_arrays(self, rows: Sequence[BatchRow], num_rows: int) -> dict[str, npt.NDArray[np.generic]]:
         lengths = np.zeros(num_rows, np.int32)
         tokens = np.zeros(num_rows, np.int32)
         slots = np.full(num_rows, self._slots, np.int32)  # padding scatters its token behind the last slot
         size = self._block_size
-        needed = max((-(-(row.start + 1) // size) for row in rows), default=num_blocks)
+        needed = max((-(-(row.start + 1) // size) for row in rows), default=1)
         table = np.zeros((num_rows, table_width(needed, self._least_width, self._max_width)), np.int32)
         for i, row in enumerate(rows):
             lengths[i] = row.start + 1
@@ -122,8 +189,9 @@ class GpuInputBuilder:
         self,
         arrays: dict[str, npt.NDArray[np.generic]],
         num_rows: int,
-        chunks: tuple[ChunkShape, ...],
         head_rows: tuple[BatchRow | None, ...],
+        num_chunk_rows: int = 0,
+        gathered: tuple[ChunkShape, ...] = (),
     ) -> HostStep:
         """``arrays`` and those for sampling ``head_rows``, in one upload."""
         R = len(head_rows)
@@ -144,13 +212,16 @@ class GpuInputBuilder:
             keys[:, i] = key_words(row.seed, row.output_index)
         arrays |= {"settings": settings, "limits": limits, "keys": keys.view(np.int32), "head_slots": head_slots}
         layout, upload = pack(arrays)
-        return HostStep(StepShape(layout, num_rows, chunks), upload, head_rows, settings, limits)
+        return HostStep(StepShape(layout, num_rows, num_chunk_rows, gathered), upload, head_rows, settings, limits)
 
-    def _chunk_arrays(self, row: BatchRow) -> dict[str, npt.NDArray[np.generic]]:
+    def _num_blocks(self, row: BatchRow) -> int:
+        return -(-(row.start + row.num_tokens) // self._block_size)
+
+    def _spans(self, row: BatchRow) -> dict[str, npt.NDArray[np.generic]]:
         """Block table and, per window, the span of positions to gather: first, last + 1, count."""
         end = row.start + row.num_tokens
         arrays: dict[str, npt.NDArray[np.generic]] = {
-            "chunk_table": np.array(row.block_ids[: -(-end // self._block_size)], np.int32)
+            "chunk_table": np.array(row.block_ids[: self._num_blocks(row)], np.int32)
         }
         for window in self._windows:
             first = chunk_context_start(row.start, window, self._block_size)
@@ -164,16 +235,14 @@ class GpuInputBuilder:
         blocks = np.array(row.block_ids[first : (row.start + row.num_tokens - 1) // size + 1], np.int64)
         return (blocks[position // size - first] * size + position % size).astype(np.int32)
 
-    def _head_index(
-        self, num_rows: int, chunks: Sequence[BatchRow], shapes: Sequence[ChunkShape]
-    ) -> npt.NDArray[np.int32]:
-        ends = [shape.first + shape.count - 1 for row, shape in zip(chunks, shapes, strict=True) if row.samples]
-        return np.array([*range(num_rows), *ends], np.int32)
-
 
 def chunk_context_start(start: int, window: int, block_size: int) -> int:
     """First position that a chunk from ``start`` gathers: its first token's window, down to a whole block."""
     return max(0, start + 1 - window) // block_size * block_size if window else 0
+
+
+def _padded(rows: Sequence[BatchRow | None], count: int) -> tuple[BatchRow | None, ...]:
+    return (*rows, *(None,) * (count - len(rows)))
 
 
 def tokens_of(row: BatchRow) -> npt.NDArray[np.int32]:

@@ -1,11 +1,12 @@
 """A model's GPU steps: from an upload and the chain of versions to logits or tokens, compiled where sizes recur.
 
-Owns: the pools' caches and versions, compiled decode steps by layout. Must not know: requests, scheduling.
+Owns: the pools' caches and versions, compiled steps by layout. Must not know: requests, scheduling.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import cast
 
 import mlx.core as mx
@@ -15,9 +16,11 @@ from engine.batch import BlockCopy
 from engine.mlx_backend.gpu_cache import GpuLayerCache, GpuStep, KernelBook
 from engine.mlx_backend.gpu_inputs import HostStep, StepShape
 from engine.mlx_backend.input_batch import StepInputs
+from engine.mlx_backend.kernels.projecting import ProjectionKernels
 from engine.mlx_backend.kernels.sampling import SampleKernel
 from engine.mlx_backend.loaded_model import LoadedModel
 from engine.mlx_backend.packed_model import PackedModel
+from engine.mlx_backend.row_products import RowProducts
 from engine.mlx_backend.uploads import Layout
 
 StepFunction = Callable[..., list[mx.array]]
@@ -27,7 +30,7 @@ class GpuModel(PackedModel):
     """One model over its own pools, computed with the paged kernels. Use from one thread.
 
     ``sampling`` None means that the sampling kernel is off: then ``logits`` is all there is. ``compiles``: whether
-    decode steps are compiled.
+    steps whose shapes recur are compiled.
     """
 
     def __init__(
@@ -52,9 +55,12 @@ class GpuModel(PackedModel):
         )
         self.layers = [GpuLayerCache(pool, self._holder, max_model_len, book) for pool in self.pools]
         self.caches = list(self.layers)
+        self._products = RowProducts(ProjectionKernels(book.factory)) if book.tuning.projects_rows else None
+        if self._products is not None:
+            self._products.take_over(loaded.model)
         self.sampling = sampling
         self._compiles = compiles
-        self._decode_steps: dict[tuple[Layout, bool], StepFunction] = {}
+        self._steps: dict[tuple[Layout, bool], StepFunction] = {}
 
     @property
     def versions(self) -> list[mx.array]:
@@ -84,17 +90,17 @@ class GpuModel(PackedModel):
     def close(self) -> None:
         """Drop pools, caches and compiled steps."""
         super().close()
-        self._decode_steps.clear()
+        self._steps.clear()
         self.layers.clear()
 
     def _run(self, host: HostStep, last_tokens: mx.array, *, samples: bool) -> list[mx.array]:
         shape, versions = host.shape, self.versions
         key = (shape.layout, samples)
-        step = self._decode_steps.get(key)
+        step = self._steps.get(key)
         if step is None:
             step = self._step_of(shape, samples)
-            if self._compiles and not shape.chunks:
-                step = self._decode_steps[key] = cast(StepFunction, mx.compile(step))
+            if self._compiles and not shape.gathered:
+                step = self._steps[key] = cast(StepFunction, mx.compile(step))
         try:
             results = step(host.upload, last_tokens, *versions)
         except BaseException:
@@ -119,18 +125,20 @@ class GpuModel(PackedModel):
             known = arrays["tokens"]
             tokens.append(mx.where(known < 0, last_tokens[arrays["slots"]], known))
             positions.append(mx.maximum(arrays["lengths"] - 1, 0))
-        if shape.chunks:
+        if shape.num_chunk_rows:
             tokens.append(arrays["chunk_tokens"])
             positions.append(arrays["chunk_positions"])
         step = GpuStep(
             tokens=_joined(tokens)[:, None],
             positions=_joined(positions),
-            head_rows=arrays["head_index"] if shape.chunks else mx.arange(shape.num_decode_rows),
+            head_rows=arrays["head_index"] if shape.num_chunk_rows else mx.arange(shape.num_decode_rows),
             num_decode_rows=shape.num_decode_rows,
-            chunks=shape.chunks,
+            num_chunk_rows=shape.num_chunk_rows,
+            gathered=shape.gathered,
             arrays=arrays,
         )
-        return self.forward(cast(StepInputs, step))
+        with self._products.step() if self._products is not None else nullcontext():
+            return self.forward(cast(StepInputs, step))
 
     def _choose(self, logits: mx.array, arrays: dict[str, mx.array], last_tokens: mx.array) -> list[mx.array]:
         assert self.sampling is not None, "the sampling kernel is off"

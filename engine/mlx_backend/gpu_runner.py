@@ -19,16 +19,17 @@ import mlx.core as mx
 
 from engine.batch import StepBatch, StepOutput
 from engine.interfaces import ModelFacts
+from engine.mlx_backend.geometries import layer_geometries
 from engine.mlx_backend.gpu_cache import KernelBook
-from engine.mlx_backend.gpu_inputs import GpuInputBuilder
+from engine.mlx_backend.gpu_inputs import GpuInputBuilder, HostStep
 from engine.mlx_backend.gpu_model import GpuModel
 from engine.mlx_backend.gpu_sampler import GpuSampler, GpuSamples
 from engine.mlx_backend.kernels.launch import KernelFactory
 from engine.mlx_backend.kernels.sampling import SampleKernel
-from engine.mlx_backend.kernels.tiling import Tuning
+from engine.mlx_backend.kernels.tiling import Tuning, attends_chunks
 from engine.mlx_backend.loaded_model import LoadedModel
 from engine.mlx_backend.model_runner import KvDtype, resolve_kv_dtype
-from engine.mlx_backend.rungs import rungs_up_to
+from engine.mlx_backend.rungs import rung_for, rungs_up_to, token_rungs
 
 _WARM_UP_STEPS = 2
 _MEASURED_STEPS = 5
@@ -77,6 +78,7 @@ class GpuModelRunner:
         num_blocks: int,
         block_size: int,
         slots: int,
+        max_chunk_tokens: int,
         factory: KernelFactory,
         tuning: Tuning,
         kv_dtype: KvDtype = "auto",
@@ -86,7 +88,7 @@ class GpuModelRunner:
         dtype = resolve_kv_dtype(loaded, kv_dtype)
         self._thread_id = threading.get_ident()
         self._facts = dataclasses.replace(loaded.facts, kv_bytes_per_token=loaded.kv_bytes_per_token(dtype))
-        self._slots, self._block_size = slots, block_size
+        self._slots, self._max_chunk_tokens = slots, max_chunk_tokens
         self._model: GpuModel | None = GpuModel(
             loaded,
             num_blocks=num_blocks,
@@ -103,6 +105,10 @@ class GpuModelRunner:
             slots=slots,
             vocab_size_tokens=loaded.facts.vocab_size,
             windows=(layer.window or 0 for layer in loaded.layers),
+            pages_chunks=tuning.pages_chunks
+            and all(
+                attends_chunks(geometry, loaded.compute_dtype.size) for geometry in layer_geometries(loaded, block_size)
+            ),
         )
         self._clock = StepClock()
 
@@ -137,18 +143,24 @@ class GpuModelRunner:
         return _PendingStep(batch.step_index, samples, waits_for, self._clock)
 
     def warm_up(self) -> None:
-        """Compile the decode steps of every rung and measure them, so that the fastest sufficient one is taken."""
-        model = self._checked()
+        """Run every size of step once, so that nothing is compiled or searched for while people wait, and measure the
+        decode steps, so that the fastest sufficient rung is taken."""
         times_s = {}
         for rung in rungs_up_to(self._slots):
-            host = self._inputs.empty(rung, num_blocks=1)
-            durations_s = []
-            for _ in range(_WARM_UP_STEPS + _MEASURED_STEPS):
-                started_s = time.perf_counter()
-                mx.eval(*self._sampler.sample(model, host).arrays(), *model.versions)
-                durations_s.append(time.perf_counter() - started_s)
+            host = self._inputs.empty(rung)
+            durations_s = [self._run_once(host) for _ in range(_WARM_UP_STEPS + _MEASURED_STEPS)]
             times_s[rung] = statistics.median(durations_s[_WARM_UP_STEPS:])
         self._inputs.rung_times_s = times_s
+        if self._inputs.pages_chunks:
+            for num_rows in (0, rung_for(self._slots)):
+                for num_tokens in token_rungs(num_rows, num_rows + self._max_chunk_tokens):
+                    self._run_once(self._inputs.empty(num_rows, num_tokens))
+
+    def _run_once(self, host: HostStep) -> float:
+        model = self._checked()
+        started_s = time.perf_counter()
+        mx.eval(*self._sampler.sample(model, host).arrays(), *model.versions)
+        return time.perf_counter() - started_s
 
     def release(self, request_ids: Sequence[str]) -> None:
         """Forget what is held for requests that finished or were preempted."""

@@ -29,6 +29,20 @@ def rungs_up_to(num_rows: int) -> tuple[int, ...]:
     return RUNGS[: RUNGS.index(rung_for(num_rows)) + 1]
 
 
+def token_rung(num_tokens: int) -> int:
+    """Packed tokens of a step with prompt chunks, for ``num_tokens`` real ones."""
+    step = 64 if num_tokens <= 512 else 128 if num_tokens <= 2048 else 512
+    return -(-num_tokens // step) * step
+
+
+def token_rungs(num_rows: int, num_tokens: int) -> list[int]:
+    """All token rungs of steps with more than ``num_rows`` and up to ``num_tokens`` tokens."""
+    rungs = [token_rung(num_rows + 1)]
+    while rungs[-1] < num_tokens:
+        rungs.append(token_rung(rungs[-1] + 1))
+    return rungs
+
+
 def table_width(num_blocks: int, least: int, most: int) -> int:
     """Columns of a block table that holds ``num_blocks``: a power of two times ``least``, ``most`` at most."""
     width = least

@@ -10,11 +10,12 @@ import logging
 from collections.abc import Iterator
 
 from engine.interfaces import ModelRunner
+from engine.mlx_backend.geometries import layer_geometries
 from engine.mlx_backend.gpu_cache import KernelBook
 from engine.mlx_backend.gpu_runner import GpuModelRunner
 from engine.mlx_backend.kernel_check import Trials, Verdict, sampling_trial
 from engine.mlx_backend.kernels.launch import KernelFactory, gpu_factory, gpu_target
-from engine.mlx_backend.kernels.tiling import TUNINGS, Geometry, Tuning
+from engine.mlx_backend.kernels.tiling import TUNINGS, Tuning
 from engine.mlx_backend.loaded_model import LoadedModel
 from engine.mlx_backend.model_runner import KvDtype, MlxModelRunner, resolve_kv_dtype
 
@@ -57,6 +58,7 @@ def make_runner(
         num_blocks=num_blocks,
         block_size=block_size,
         slots=slots,
+        max_chunk_tokens=max_chunk_tokens,
         factory=factory,
         tuning=tuning,
         kv_dtype=kv_dtype,
@@ -79,24 +81,6 @@ def check_kernels(
     if any(layer.k_head_dim != layer.v_head_dim for layer in loaded.layers):
         yield Verdict("paged decode attention", "does not know keys and values of different sizes", float("inf"))
     yield sampling_trial(factory, loaded.compute_dtype)
-
-
-def layer_geometries(loaded: LoadedModel, block_size: int) -> list[Geometry]:
-    """What the model's layers look like, each kind once. Query heads are the configuration's, where it names them."""
-    config = {**loaded.config, **(loaded.config.get("text_config") or {})}
-    num_heads = int(config.get("num_attention_heads") or config.get("n_head") or 0)
-    geometries = [
-        Geometry(
-            num_heads=num_heads if num_heads and num_heads % layer.num_kv_heads == 0 else layer.num_kv_heads,
-            num_kv_heads=layer.num_kv_heads,
-            head_dim=layer.k_head_dim,
-            block_size=block_size,
-            scale=layer.k_head_dim**-0.5,
-            window=layer.window or 0,
-        )
-        for layer in loaded.layers
-    ]
-    return list(dict.fromkeys(geometries))
 
 
 def _disclosing(loaded: LoadedModel, sentences: list[str]) -> LoadedModel:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
@@ -13,12 +15,14 @@ from engine.core.engine_core import EngineCore
 from engine.mlx_backend.gpu_runner import GpuModelRunner
 from engine.mlx_backend.kernels.tiling import Tuning
 from engine.mlx_backend.loaded_model import LoadedModel
+from engine.mlx_backend.loader import describe_model
 from engine.mlx_backend.model_runner import MlxModelRunner
+from engine.model_source import ModelSource
 from engine.request import EngineRequest, SamplingParams, TokenOutput
 from engine.scheduler.scheduler import Scheduler, SchedulerConfig
 from tests.kernel_emulator import COMPILER, Emulator
 from tests.mlx.driver import GREEDY, Driver, Sequence
-from tests.mlx.tiny_models import tiny_model
+from tests.mlx.tiny_models import build, tiny_model
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
@@ -31,14 +35,17 @@ def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
     return Emulator(tmp_path_factory.mktemp("kernels"))
 
 
-def gpu_runner(loaded: LoadedModel, emulator: Emulator, *, samples_on_device: bool = True) -> GpuModelRunner:
+def gpu_runner(
+    loaded: LoadedModel, emulator: Emulator, *, samples_on_device: bool = True, tuning: Tuning = TUNING
+) -> GpuModelRunner:
     return GpuModelRunner(
         loaded,
         num_blocks=NUM_BLOCKS,
         block_size=BLOCK_SIZE,
         slots=SLOTS,
+        max_chunk_tokens=32,
         factory=emulator,
-        tuning=TUNING,
+        tuning=tuning,
         samples_on_device=samples_on_device,
         compiles=False,
     )
@@ -119,6 +126,39 @@ def test_sampled_text_is_the_cpu_runners_whoever_else_is_there(samples_on_device
         for a, b in zip(ours.logprobs, theirs.logprobs, strict=True):
             assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
             assert [t for t, _ in a.top] == [t for t, _ in b.top]
+
+
+@pytest.fixture(scope="module")
+def half_precision() -> LoadedModel:
+    model, config = build("llama", vocab_size=224)
+    model.set_dtype(mx.float16)
+    return describe_model(model, config, ModelSource("half", "folder", Path("nowhere"), "r0"), "cpu")
+
+
+def test_chunks_by_the_kernel_and_products_of_few_rows(half_precision: LoadedModel, emulator: Emulator) -> None:
+    """Half precision: another order of sums may choose another token where two are nearly as likely, nowhere else."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=5, num_logprobs=2)
+    requests = [(prompt, sampling) for prompt in prompts(9, 60)]
+    wanted = serve(cpu_runner(half_precision), requests)
+    tuning = dataclasses.replace(TUNING, pages_chunks=True, projects_rows=True)
+    ours = serve(gpu_runner(half_precision, emulator, tuning=tuning), requests)
+    num_compared = 0
+    for one, other in zip(ours, wanted, strict=True):
+        for a, b in zip(one.logprobs, other.logprobs, strict=True):
+            num_compared += 1
+            assert a.top[0][1] == pytest.approx(b.top[0][1], abs=0.02)
+            if a.token_id != b.token_id:
+                assert b.top[0][1] - b.top[1][1] < 0.03
+                break
+    assert num_compared > 30
+
+
+def test_mlx_lms_own_generation_does_not_use_the_kernels(half_precision: LoadedModel, emulator: Emulator) -> None:
+    tuning = dataclasses.replace(TUNING, projects_rows=True)
+    gpu_runner(half_precision, emulator, tuning=tuning)
+    before = emulator.num_launches
+    mx.eval(half_precision.model(mx.zeros((3, 1), mx.int32)))
+    assert emulator.num_launches == before
 
 
 def test_a_copied_block_continues_on_its_own(emulator: Emulator) -> None:

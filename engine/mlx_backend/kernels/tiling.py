@@ -41,6 +41,8 @@ class Tuning:
 
     ``loaded_bytes``: keys and values that a lane has on the way at once; ``target_groups``: threadgroups that fill the
     chip; ``longest_span``: positions a threadgroup reads at most before the context is split further.
+    ``pages_chunks``: whether prompt chunks attend by the kernel, not by MLX's attention over gathered blocks.
+    ``projects_rows``: whether products of few rows are the projection kernels', not MLX's.
     """
 
     simds: int = 8
@@ -48,10 +50,15 @@ class Tuning:
     loaded_bytes: int = 128
     target_groups: int = 1024
     longest_span: int = 512
+    pages_chunks: bool = False
+    projects_rows: bool = False
 
 
-# Metal's is a cautious guess: half of the registers, so that 256 threads fit on every chip. Not measured.
-TUNINGS = {"cuda": Tuning(), "metal": Tuning(registers=32, loaded_bytes=64, target_groups=256)}
+TUNINGS = {
+    "cuda": Tuning(simds=4, registers=32, pages_chunks=True, projects_rows=True),
+    # A cautious guess that fits every chip, not measured. MLX's own attention and products are good on Metal.
+    "metal": Tuning(registers=32, loaded_bytes=64, target_groups=256),
+}
 
 
 @dataclass(frozen=True, slots=True)
