@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from typer.core import TyperGroup
 
 from serve_app.bench.document import read_document
 from serve_app.bench.plan import BenchPlan
@@ -18,22 +17,13 @@ from serve_app.bench.self_check import check_client
 from serve_app.bench.session import measure, token_counter
 from serve_app.bench.target import EosBan, Target
 from serve_app.cli import bench_options as option
-from serve_app.cli import bench_peers, bench_sweep
+from serve_app.cli import bench_peers, bench_profile, bench_sweep
 from serve_app.cli.bench_output import DEFAULT_FOLDER, DEFAULT_URL, finish, show_plan
 from serve_app.cli.console import EXIT_FAILED, out, print_json, progress, reports_errors
-
-
-class _RunByDefault(TyperGroup):
-    """`metalslots bench --url ...` means `metalslots bench run --url ...`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if not args or (args[0] not in self.commands and args[0] not in ctx.help_option_names):
-            args = ["run", *args]
-        return super().parse_args(ctx, args)
-
+from serve_app.cli.default_command import group_with_default
 
 app = typer.Typer(
-    cls=_RunByDefault, help="Load-test an OpenAI-compatible endpoint (`run` is meant when none is named)."
+    cls=group_with_default("run"), help="Load-test an OpenAI-compatible endpoint (`run` is meant when none is named)."
 )
 
 
@@ -120,5 +110,6 @@ def check(
 
 
 app.command("sweep")(bench_sweep.sweep)
+app.command("profile")(bench_profile.profile)
 app.command("peers")(bench_peers.peers)
 app.command("compare")(bench_peers.compare_runs)

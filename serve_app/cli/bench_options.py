@@ -72,3 +72,8 @@ def _positive(text: str, option: str, kind: type[int] | type[float]) -> float:
         what = "whole numbers" if kind is int else "numbers"
         raise ConfigError(f"`{option}` holds {text!r}.", f"write {what} above zero")
     return value
+
+
+def whole_numbers(text: str) -> tuple[int, ...]:
+    """Whole numbers from "1,2,4". Raises ConfigError naming the wrong part."""
+    return tuple(int(_positive(part, "the list", int)) for part in text.split(","))

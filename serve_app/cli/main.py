@@ -7,6 +7,7 @@ import typer
 from serve_app.cli.bench import app as bench_app
 from serve_app.cli.doctor import doctor
 from serve_app.cli.models import app as models_app
+from serve_app.cli.plan import app as plan_app
 from serve_app.cli.serve import serve
 from serve_app.cli.status import status
 
@@ -24,3 +25,4 @@ app.command("status")(status)
 app.command("doctor")(doctor)
 app.add_typer(models_app, name="models")
 app.add_typer(bench_app, name="bench")
+app.add_typer(plan_app, name="plan")

@@ -9,11 +9,17 @@ import typer
 
 from serve_app.capacity.chart import draw_options
 from serve_app.capacity.planner import Option, Planner, sensitivity
+from serve_app.cli import plan_check
 from serve_app.cli import plan_options as options
 from serve_app.cli.console import out, print_json, progress, reports_errors
+from serve_app.cli.default_command import group_with_default
 from serve_app.cli.plan_output import assumptions, plan_text, plan_values
 
+app = typer.Typer(cls=group_with_default("fleet"), help="Plan a fleet (without a command: `fleet`).")
+app.command("check")(plan_check.check)
 
+
+@app.command("fleet")
 @reports_errors
 def plan(
     people: Annotated[int, typer.Option(min=1, help="People in the office.")] = 100,
