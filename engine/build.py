@@ -30,6 +30,8 @@ from engine.mlx_backend.memory import DeviceMemory, measure_model_bytes, with_de
 from engine.mlx_backend.model_runner import MlxModelRunner, resolve_kv_dtype
 from engine.model_source import ModelSource, resolve_model
 from engine.scheduler.scheduler import Scheduler, SchedulerConfig
+from engine.text.structured import GrammarCompiler
+from engine.text.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +45,9 @@ def build_core(config: EngineConfig, on_progress: OnProgress) -> EngineCore:
     expected = expect_model(config, source, choose_backend(config.backend))
     on_progress(Progress("loading weights"))
     loaded = load_model(source, backend=config.backend, max_model_len=config.max_model_len, parity=config.parity)
+    tokenizer = load_tokenizer(source)
+    grammars = GrammarCompiler(tokenizer, vocab_size=max(tokenizer.vocab_size, loaded.facts.vocab_size))
+    loaded = dataclasses.replace(loaded, grammars=grammars)
     on_progress(Progress("measuring memory"))
     inputs = _plan_inputs(config, loaded)
     plan = plan_memory(inputs)

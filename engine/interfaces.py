@@ -18,7 +18,8 @@ class ModelFacts:
     """What the rest of the engine needs to know of a loaded model.
 
     ``kv_bytes_per_token`` counts K and V of all layers. ``weights_bytes`` is measured after loading.
-    ``disclosures`` are sentences that stay in the status (kernel off, parity unchecked, slow BLAS).
+    ``disclosures`` are sentences that stay in the status (kernel off, parity unchecked, slow BLAS). ``guides``: whether
+    answers can be held to a grammar or a budget of thinking.
     """
 
     name: str
@@ -33,6 +34,7 @@ class ModelFacts:
     device: str
     compute_dtype: str
     disclosures: tuple[str, ...] = ()
+    guides: bool = False
 
 
 class PendingStep(Protocol):

@@ -46,12 +46,25 @@ class Grammar:
 
 
 @dataclass(frozen=True, slots=True)
+class Thinking:
+    """The tokens around the text in which a model thinks before it answers.
+
+    ``is_open``: the prompt ends inside of it. After ``budget_tokens`` the end is written for the model.
+    """
+
+    start: tuple[int, ...]
+    end: tuple[int, ...]
+    is_open: bool = False
+    budget_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the next token is chosen. Validated where requests enter; a neutral value means off.
 
     ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1, ``min_p`` 0 and penalties 1 / 0 / 0 are off.
     ``seed`` None means that the engine draws one at admission. ``num_logprobs`` None means no logprobs,
-    0 the sampled token's only, n the n likeliest besides.
+    0 the sampled token's only, n the n likeliest besides. ``grammar`` holds for the text after ``thinking``.
     """
 
     max_tokens: int = 16
@@ -67,6 +80,13 @@ class SamplingParams:
     num_logprobs: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    grammar: Grammar | None = None
+    thinking: Thinking | None = None
+
+    @property
+    def guided(self) -> bool:
+        """Whether the host has to see each token before it can say which ones may follow."""
+        return self.grammar is not None or (self.thinking is not None and self.thinking.budget_tokens is not None)
 
     @property
     def greedy(self) -> bool:

@@ -68,6 +68,20 @@ def _validate_sampling(sampling: SamplingParams, facts: ModelFacts) -> None:
     if sampling.num_logprobs is not None:
         _require_range("top_logprobs", sampling.num_logprobs, 0, min(MAX_LOGPROBS, facts.vocab_size))
     _require_token_ids(sampling.stop_token_ids, "stop_token_ids", facts)
+    _validate_guide(sampling, facts)
+
+
+def _validate_guide(sampling: SamplingParams, facts: ModelFacts) -> None:
+    if not sampling.guided:
+        return
+    _require(facts.guides, "response_format", "This server's engine cannot hold answers to a format.")
+    _require(
+        not (sampling.ignore_eos and sampling.grammar),
+        "ignore_eos",
+        "`ignore_eos` contradicts a format, which says where the answer ends.",
+    )
+    if sampling.thinking is not None:
+        _require_token_ids((*sampling.thinking.start, *sampling.thinking.end), "thinking", facts)
 
 
 def _require(condition: bool, param: str, message: str) -> None:

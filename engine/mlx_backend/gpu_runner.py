@@ -29,6 +29,7 @@ from engine.mlx_backend.kernels.sampling import SampleKernel
 from engine.mlx_backend.kernels.tiling import Tuning, attends_chunks
 from engine.mlx_backend.loaded_model import LoadedModel
 from engine.mlx_backend.model_runner import KvDtype, resolve_kv_dtype
+from engine.mlx_backend.row_guides import RowGuides
 from engine.mlx_backend.rungs import rung_for, rungs_up_to, token_rungs
 
 _WARM_UP_STEPS = 2
@@ -87,7 +88,9 @@ class GpuModelRunner:
     ) -> None:
         dtype = resolve_kv_dtype(loaded, kv_dtype)
         self._thread_id = threading.get_ident()
-        self._facts = dataclasses.replace(loaded.facts, kv_bytes_per_token=loaded.kv_bytes_per_token(dtype))
+        self._facts = dataclasses.replace(
+            loaded.facts, kv_bytes_per_token=loaded.kv_bytes_per_token(dtype), guides=loaded.grammars is not None
+        )
         self._slots, self._max_chunk_tokens = slots, max_chunk_tokens
         self._model: GpuModel | None = GpuModel(
             loaded,
@@ -98,7 +101,8 @@ class GpuModelRunner:
             sampling=SampleKernel(factory) if samples_on_device else None,
             compiles=compiles,
         )
-        self._sampler = GpuSampler(slots, loaded.facts.vocab_size)
+        self._guides = RowGuides(loaded.grammars)
+        self._sampler = GpuSampler(slots, loaded.facts.vocab_size, self._guides)
         self._inputs = GpuInputBuilder(
             block_size=block_size,
             max_model_len=loaded.facts.max_model_len,
@@ -130,6 +134,7 @@ class GpuModelRunner:
     def launch(self, batch: StepBatch) -> _PendingStep:
         """Build the step and start it."""
         model = self._checked()
+        self._guides.prepare(batch.rows)
         if batch.block_copies:
             model.copy_blocks(batch.block_copies)
         host = self._inputs.build(batch)
@@ -170,6 +175,7 @@ class GpuModelRunner:
         """Free pools and give MLX's cached memory back."""
         if self._model is not None:
             self._checked().close()
+            self._guides.close()
             self._model = None
             mx.clear_cache()
 

@@ -1,13 +1,13 @@
 """Sampling of a GPU step: in the compiled step where the kernel does it all, beside it where rows ask for more.
 
-Owns: bias, penalties and logprobs of the rows that ask for them, with the newest token still on the device; the plain
-road where the sampling kernel is off. Must not know: the model's inside, when a step runs.
+Owns: bias, penalties, guides and logprobs of the rows that ask for them, with the newest token still on the device; the
+plain road where the sampling kernel is off. Must not know: the model's inside, when a step runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
@@ -20,7 +20,9 @@ from engine.mlx_backend.gpu_model import GpuModel, remember
 from engine.mlx_backend.kernels.sampling import SampleKernel
 from engine.mlx_backend.noise import gumbel
 from engine.mlx_backend.penalties import TokenHistory, adjust, is_adjusted
+from engine.mlx_backend.row_guides import RowGuides
 from engine.mlx_backend.sampler import LogprobArrays, logprobs_of, read_logprobs
+from engine.request import SamplingParams
 
 Rows = tuple[tuple[int, BatchRow], ...]
 
@@ -28,12 +30,13 @@ Rows = tuple[tuple[int, BatchRow], ...]
 @dataclass(frozen=True, slots=True)
 class GpuSamples:
     """A step's result, perhaps not computed yet. ``rows``: the sampling rows and their places in ``tokens`` and
-    ``broken``, int32 ``[R]``; ``logprobs`` are counted by ``rows``."""
+    ``broken``, int32 ``[R]``; ``logprobs`` are counted by ``rows``. ``failures``: rows that cannot go on."""
 
     rows: Rows
     tokens: mx.array
     broken: mx.array
     logprobs: LogprobArrays | None = None
+    failures: dict[str, EngineError] = field(default_factory=dict)
 
     def arrays(self) -> list[mx.array]:
         """What is to be evaluated with the step."""
@@ -48,8 +51,10 @@ class GpuSamples:
         if self.logprobs is not None:
             details = read_logprobs(self.logprobs, [row for _, row in self.rows], tokens)
         sampled: dict[str, SampledToken] = {}
-        failures: dict[str, EngineError] = {}
+        failures = dict(self.failures)
         for i, (place, row) in enumerate(self.rows):
+            if row.request_id in failures:
+                continue
             if broken[place]:
                 failures[row.request_id] = StepFailedError("The model's logits for this request are not numbers.")
             else:
@@ -60,7 +65,8 @@ class GpuSamples:
 class GpuSampler:
     """Samples for up to ``num_slots`` requests at a time. Use from one thread."""
 
-    def __init__(self, num_slots: int, vocab_size_tokens: int) -> None:
+    def __init__(self, num_slots: int, vocab_size_tokens: int, guides: RowGuides | None = None) -> None:
+        self._guides = guides or RowGuides(None)
         self._history = TokenHistory(num_slots, vocab_size_tokens)
         # One place more than there are slots: rows of padding put their token there.
         self.last_tokens = mx.zeros((num_slots + 1,), mx.int32)
@@ -68,21 +74,23 @@ class GpuSampler:
     def sample(self, model: GpuModel, host: HostStep) -> GpuSamples:
         """Run ``model`` on ``host`` and choose tokens, lazily; the newest ones stay in ``last_tokens`` by slot."""
         rows = tuple((i, row) for i, row in enumerate(host.head_rows) if row is not None and row.samples)
-        asks_more = any(is_adjusted(row.sampling) or row.sampling.num_logprobs is not None for _, row in rows)
+        asks_more = any(_asks_more(row.sampling) for _, row in rows)
         if model.sampling is not None and not asks_more:
             tokens, broken, self.last_tokens = model.tokens(host, self.last_tokens)
             return GpuSamples(rows, tokens, broken)
         logits = model.logits(host, self.last_tokens).astype(mx.float32)
-        tokens, broken = draw(self._adjust(logits, rows), host, model.sampling)
+        allowed, failures = self._guides.constrain(self._adjust(logits, rows), rows)
+        tokens, broken = draw(allowed, host, model.sampling)
         at = mx.array([place for place, _ in rows], mx.int32)
         logprobs = logprobs_of(logits[at], tokens[at], [row for _, row in rows]) if rows else None
         head_slots = host.shape.layout.unpack(host.upload)["head_slots"]
         self.last_tokens = remember(self.last_tokens, head_slots, tokens)
-        return GpuSamples(rows, tokens, broken, logprobs)
+        return GpuSamples(rows, tokens, broken, logprobs, failures)
 
     def forget(self, request_ids: Sequence[str]) -> None:
         """Drop what is kept for requests that ended or were preempted."""
         self._history.forget(request_ids)
+        self._guides.forget(request_ids)
 
     def state(self) -> list[mx.array]:
         """Arrays that live on into the next step."""
@@ -97,6 +105,10 @@ class GpuSampler:
         changed = mx.array(logits)
         changed[at] = adjust(logits[at], [row for _, row in adjusted], self._history, newest)
         return changed
+
+
+def _asks_more(sampling: SamplingParams) -> bool:
+    return is_adjusted(sampling) or sampling.guided or sampling.num_logprobs is not None
 
 
 def draw(logits: mx.array, host: HostStep, kernel: SampleKernel | None) -> tuple[mx.array, mx.array]:

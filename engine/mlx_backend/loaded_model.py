@@ -15,11 +15,15 @@ from engine.interfaces import ModelFacts
 from engine.mlx_backend.device import Backend, DeviceFacts
 from engine.mlx_backend.mlx_lm_parts import Model
 from engine.mlx_backend.paged_cache import LayerShape
+from engine.text.structured import GrammarCompiler
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """``layers``: what each cached layer keeps per token. ``facts`` assume the KV pool in ``compute_dtype``."""
+    """``layers``: what each cached layer keeps per token. ``facts`` assume the KV pool in ``compute_dtype``.
+
+    ``grammars`` compiles grammars for its tokens; None where no answer will be held to one.
+    """
 
     model: Model
     config: Mapping[str, Any]
@@ -27,6 +31,7 @@ class LoadedModel:
     device: DeviceFacts
     layers: tuple[LayerShape, ...]
     compute_dtype: mx.Dtype
+    grammars: GrammarCompiler | None = None
 
     @property
     def backend(self) -> Backend:

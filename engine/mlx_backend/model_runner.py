@@ -19,6 +19,7 @@ from engine.interfaces import ModelFacts
 from engine.mlx_backend.activations import measure_activation_bytes
 from engine.mlx_backend.loaded_model import LoadedModel
 from engine.mlx_backend.packed_model import PackedModel
+from engine.mlx_backend.row_guides import RowGuides
 from engine.mlx_backend.sampler import Sampler, Samples
 
 __all__ = ["KvDtype", "MlxModelRunner", "measure_activation_bytes", "resolve_kv_dtype"]
@@ -65,7 +66,9 @@ class MlxModelRunner:
     ) -> None:
         dtype = resolve_kv_dtype(loaded, kv_dtype)
         self._thread_id = threading.get_ident()
-        self._facts = dataclasses.replace(loaded.facts, kv_bytes_per_token=loaded.kv_bytes_per_token(dtype))
+        self._facts = dataclasses.replace(
+            loaded.facts, kv_bytes_per_token=loaded.kv_bytes_per_token(dtype), guides=loaded.grammars is not None
+        )
         self._model: PackedModel | None = PackedModel(
             loaded.model,
             loaded.layers,
@@ -75,7 +78,10 @@ class MlxModelRunner:
             max_model_len=loaded.facts.max_model_len,
         )
         self._tainted_blocks: set[int] = set()
-        self._sampler = Sampler(slots, loaded.facts.vocab_size, host_may_wait=self.max_steps_in_flight == 1)
+        self._guides = RowGuides(loaded.grammars)
+        self._sampler = Sampler(
+            slots, loaded.facts.vocab_size, host_may_wait=self.max_steps_in_flight == 1, guides=self._guides
+        )
 
     @property
     def facts(self) -> ModelFacts:
@@ -90,6 +96,7 @@ class MlxModelRunner:
     def launch(self, batch: StepBatch) -> _PendingStep:
         """Build the step and start it."""
         model = self._checked()
+        self._guides.prepare(batch.rows)
         if batch.block_copies:
             model.copy_blocks(batch.block_copies)
         self._clear_tainted_blocks(model, batch)
@@ -108,6 +115,7 @@ class MlxModelRunner:
         """Free pools and give MLX's cached memory back."""
         if self._model is not None:
             self._checked().close()
+            self._guides.close()
             self._model = None
             mx.clear_cache()
 

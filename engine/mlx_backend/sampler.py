@@ -1,7 +1,7 @@
 """Chooses the next token of every sampling row in one vectorised call.
 
-Owns: the order of the stages (bias and penalties, temperature, filters, noise), greedy rows in the same call, logprobs
-on demand, the mark on rows whose logits are no numbers. Must not know: the model, the pool, when a step runs.
+Owns: the order of the stages (bias and penalties, guides, temperature, filters, noise), greedy rows in the same call,
+logprobs on demand, the mark on rows whose logits are no numbers. Must not know: the model, the pool, when a step runs.
 
 A stage runs if some row needs it, and only on the rows that do: a row's token never depends on its batch-mates.
 Logprobs are those of the model's own distribution, before bias, penalties and temperature.
@@ -10,7 +10,7 @@ Logprobs are those of the model's own distribution, before bias, penalties and t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
@@ -20,6 +20,7 @@ from engine.errors import EngineError, StepFailedError
 from engine.mlx_backend.filters import Filters, keep_allowed
 from engine.mlx_backend.noise import gumbel, row_keys
 from engine.mlx_backend.penalties import TokenHistory, adjust, is_adjusted
+from engine.mlx_backend.row_guides import RowGuides
 from engine.request import TokenLogprobs
 
 
@@ -36,12 +37,16 @@ class LogprobArrays:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """A sampling call's result, not evaluated yet: ``tokens`` uint32 ``[R]``, ``broken`` bool ``[R]``."""
+    """A sampling call's result, not evaluated yet: ``tokens`` uint32 ``[R]``, ``broken`` bool ``[R]``.
+
+    ``failures``: rows that cannot go on, whatever their logits.
+    """
 
     rows: tuple[BatchRow, ...]
     tokens: mx.array
     broken: mx.array
     logprobs: LogprobArrays | None
+    failures: dict[str, EngineError] = field(default_factory=dict)
 
     def arrays(self) -> list[mx.array]:
         """What is to be evaluated with the step."""
@@ -62,15 +67,18 @@ class Samples:
             row.request_id: StepFailedError("The model's logits for this request are not numbers.")
             for row, is_broken in zip(self.rows, broken, strict=True)
             if is_broken
-        }
-        return sampled, failures
+        } | self.failures
+        return {name: token for name, token in sampled.items() if name not in failures}, failures
 
 
 class Sampler:
     """Samples for up to ``num_slots`` requests at a time. Use from one thread."""
 
-    def __init__(self, num_slots: int, vocab_size_tokens: int, *, host_may_wait: bool) -> None:
+    def __init__(
+        self, num_slots: int, vocab_size_tokens: int, *, host_may_wait: bool, guides: RowGuides | None = None
+    ) -> None:
         self._vocab_size_tokens = vocab_size_tokens
+        self._guides = guides or RowGuides(None)
         self._host_may_wait = host_may_wait
         self._history = TokenHistory(num_slots, vocab_size_tokens)
 
@@ -79,17 +87,18 @@ class Sampler:
         raw = logits.astype(mx.float32)
         total = mx.sum(raw, axis=-1)
         broken = mx.isnan(total) | (total == mx.inf)  # -inf alone is a masked token, which is in order
-        adjusted = self._adjust(raw, rows)
+        adjusted, failures = self._guides.constrain(self._adjust(raw, rows), tuple(enumerate(rows)))
         tokens = mx.argmax(adjusted, axis=-1)
         drawing = [i for i, row in enumerate(rows) if not row.sampling.greedy]
         if drawing:
             at = _index(drawing)
             tokens[at] = self._draw(adjusted[at], [rows[i] for i in drawing])
-        return Samples(rows, tokens, broken, logprobs_of(raw, tokens, rows))
+        return Samples(rows, tokens, broken, logprobs_of(raw, tokens, rows), failures)
 
     def forget(self, request_ids: Sequence[str]) -> None:
         """Drop what is kept for requests that ended or were preempted."""
         self._history.forget(request_ids)
+        self._guides.forget(request_ids)
 
     def state(self) -> list[mx.array]:
         """Arrays that live on into the next step."""

@@ -90,6 +90,11 @@ class GrammarCompiler:
         self._compiled = lru_cache(_CACHED_GRAMMARS)(self._compile)
 
     @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end an answer."""
+        return tuple(self._source.eos_token_ids)
+
+    @property
     def mask_width(self) -> int:
         """Words of one row of masks."""
         return (self._vocab_size + 31) // 32
