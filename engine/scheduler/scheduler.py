@@ -388,5 +388,6 @@ class Scheduler:
 
 
 def _is_ahead(request: Request) -> bool:
-    """Whether the request has to wait for a token in flight: it is the last, or the host would be two behind."""
-    return request.num_pending_tokens > 1 or request.ends_with_pending
+    """Whether the request has to wait for a token in flight: it is the last, or the host would be too far behind."""
+    num_allowed = 0 if request.asked.sampling.guided else 1
+    return request.num_pending_tokens > num_allowed or request.ends_with_pending
