@@ -3,7 +3,7 @@
 Owns: requests from the moment they are given to their last delta, whatever happens to the engine meanwhile. Must not
 know: MLX, HTTP, Ray. Belongs to one event loop.
 
-A request that has not brought a token yet survives the engine's death: it is submitted again to the next life, once.
+A request of which nothing was delivered yet survives the engine's death: it is submitted again to the next life, once.
 One that has ends with EngineDeadError.
 """
 
@@ -237,9 +237,11 @@ class AsyncEngine:
             self._fail_open(error)
             return
         for opened in self._open:
-            if opened.has_tokens or opened.num_submissions >= MAX_SUBMISSIONS:
+            if opened.has_delivered or opened.num_submissions >= MAX_SUBMISSIONS:
                 opened.fail(error)
                 self._open.remove(opened)
+            else:
+                opened.begin_again()
 
     async def _admit(self, request: GenerationRequest) -> OpenRequest:
         if self._supervisor.state is EngineState.STARTING:

@@ -7,6 +7,7 @@ state, how messages travel.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -23,14 +24,25 @@ class OpenRequest:
     def __init__(self, request: GenerationRequest, tokenizer: Tokenizer) -> None:
         self.request = request
         self.sequences = _sequences(request, tokenizer.eos_token_ids)
-        self.answers = {
-            sequence.request_id: AnswerProcessor(request, index, tokenizer)
-            for index, sequence in enumerate(self.sequences)
-        }
-        self.has_tokens = False
+        self.has_delivered = False
         self.num_submissions = 0
         self.ended = False
-        self._queue: asyncio.Queue[GenerationDelta | EngineError] = asyncio.Queue()
+        self._tokenizer = tokenizer
+        self._undelivered: deque[GenerationDelta | EngineError] = deque()
+        self._news = asyncio.Event()
+        self._begin()
+
+    def begin_again(self) -> None:
+        """Forget what came of the request but was not delivered: another engine computes it anew."""
+        assert not self.has_delivered, "what a caller has seen cannot be taken back"
+        self._begin()
+
+    def _begin(self) -> None:
+        self.answers = {
+            sequence.request_id: AnswerProcessor(self.request, index, self._tokenizer)
+            for index, sequence in enumerate(self.sequences)
+        }
+        self._undelivered.clear()
 
     @property
     def unfinished_ids(self) -> tuple[str, ...]:
@@ -43,8 +55,7 @@ class OpenRequest:
         if answer.finished:
             return False
         delta = answer.process(output, now_s)
-        self.has_tokens = self.has_tokens or bool(output.token_ids)
-        self._queue.put_nowait(delta)
+        self._leave(delta)
         self.ended = not self.unfinished_ids
         return answer.finished and output.finish_reason is None
 
@@ -52,14 +63,22 @@ class OpenRequest:
         """End the request with ``error``."""
         if not self.ended:
             self.ended = True
-            self._queue.put_nowait(error)
+            self._leave(error)
 
     async def next_delta(self) -> GenerationDelta:
         """The next delta. Raises the error that ended the request."""
-        item = await self._queue.get()
+        while not self._undelivered:
+            self._news.clear()
+            await self._news.wait()
+        item = self._undelivered.popleft()
         if isinstance(item, EngineError):
             raise item
+        self.has_delivered = True
         return item
+
+    def _leave(self, item: GenerationDelta | EngineError) -> None:
+        self._undelivered.append(item)
+        self._news.set()
 
 
 class OpenRequests:

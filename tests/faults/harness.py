@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -24,6 +23,7 @@ CHAIN_COMMAND = (sys.executable, "-P", "-m", "tests.faults.chain_process")
 TOKENIZER = letter_tokenizer()
 WATCHDOG_S = 1.0
 TEARDOWN_S = 1.0
+LEFTOVERS_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,8 @@ async def running(faults: Sequence[Sequence[FaultPlan]] = (), **config: object) 
     try:
         await engine.start()
         yield engine
+        assert engine.engine_pid is not None
+        assert not shared_memory_of(engine.engine_pid), "a segment could be left behind"
     finally:
         await engine.close()
     await nothing_more_than(before)
@@ -83,43 +85,35 @@ async def ask_many(engine: AsyncEngine, num_requests: int, num_tokens: int = 40)
 
 @dataclass(frozen=True, slots=True)
 class Leftovers:
-    """What a process could leave behind: descriptors and children of this one, segments of the whole machine."""
+    """What this process could be left with."""
 
     num_descriptors: int
     children: frozenset[int]
-    shared_memory: frozenset[str]
 
 
 def leftovers() -> Leftovers:
     """What there is now."""
     me = psutil.Process()
-    segments = Path("/dev/shm")
-    mine = (entry for entry in segments.iterdir() if owned(entry)) if segments.is_dir() else ()
-    return Leftovers(
-        me.num_fds(), frozenset(child.pid for child in me.children(recursive=True)), frozenset(e.name for e in mine)
-    )
-
-
-def owned(entry: Path) -> bool:
-    """Whether the engine could have made ``entry``: Ray and others use shared memory on this machine too."""
-    try:
-        return entry.stat().st_uid == os.getuid() and not entry.name.startswith(("ray", "plasma"))
-    except FileNotFoundError:
-        return False
+    return Leftovers(me.num_fds(), frozenset(child.pid for child in me.children(recursive=True)))
 
 
 async def nothing_more_than(before: Leftovers) -> None:
-    """Wait until no more is left than ``before``; fails after five seconds."""
+    """Wait until no more is left than ``before``; fails after some seconds."""
 
-    def now() -> Leftovers:
+    def no_more() -> bool:
         after = leftovers()
-        return Leftovers(
-            max(after.num_descriptors, before.num_descriptors),
-            after.children | before.children,
-            after.shared_memory | before.shared_memory,
-        )
+        return after.num_descriptors <= before.num_descriptors and after.children <= before.children
 
-    await poll(lambda: now() == before, timeout_s=5.0, what=f"left over, beyond {before}")
+    await poll(no_more, timeout_s=LEFTOVERS_S, what=f"{leftovers()} instead of {before}")
+
+
+def shared_memory_of(pid: int) -> list[str]:
+    """Shared memory segments that a process has mapped; none where the system does not tell."""
+    try:
+        mapped = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except OSError:
+        return []
+    return [line for line in mapped if "/dev/shm/" in line or "/SYSV" in line]
 
 
 async def poll(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
