@@ -132,6 +132,7 @@ class FakeRunner:
                 # Rows that were launched on top of this step compute nonsense, as on a device.
                 self._broken |= {row.request_id for row in oldest.batch.rows}
                 raise fault
+            self._broken |= {row.request_id for row in oldest.batch.rows} & set(fault or ())
             oldest.output = self._run(oldest, fault or {})
         return step.output
 

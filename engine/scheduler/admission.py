@@ -110,7 +110,7 @@ class Admission:
 
     def _let_pass(self, head: Request, now_s: float) -> bool:
         for request in self._waiting.queue.first(_NUM_LOOKED_AHEAD)[1:]:
-            if not may_pass(request, head):
+            if not may_pass(request, head, self._shares, self._config.max_chunk_tokens):
                 continue
             hit = self._longest_hit(request)
             if self._park_if_shared(request, hit, now_s):

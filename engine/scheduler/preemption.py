@@ -31,21 +31,19 @@ def choose_for_slot(waiting: Request, running: Iterable[Request], shares: FairSh
     """Who makes way for ``waiting`` when no slot is free, or None.
 
     Somebody less urgent; else, when the waiting request's user holds less than a fair share of the slots, a request of
-    the user who holds most above it. Never somebody immune: the wait is bounded by the immunity then.
+    the user who holds most above it. That user keeps the fair share, so this never starves anybody; not even when all
+    who could go are immune, which is why immunity decides only between them.
     """
     fair_slots = shares.fair_slots(num_slots)
     is_below_share = shares[waiting.user].num_in_slots < fair_slots
     candidates = [
         r
         for r in running
-        if not is_immune(r)
-        and (
-            r.priority > waiting.priority
-            or (r.priority == waiting.priority and is_below_share and shares[r.user].num_in_slots > fair_slots)
-        )
+        if r.priority > waiting.priority
+        or (r.priority == waiting.priority and is_below_share and shares[r.user].num_in_slots > fair_slots)
     ]
     return min(
         candidates,
-        key=lambda r: (-r.priority, -shares[r.user].num_in_slots, r.num_output_tokens, r.slot),
+        key=lambda r: (-r.priority, is_immune(r), -shares[r.user].num_in_slots, r.num_output_tokens, r.slot),
         default=None,
     )

@@ -20,16 +20,24 @@ from engine.scheduler.step_cost import MIN_CHUNK_TOKENS, ChunkBudget
 
 MAX_TIMES_PASSED = 16
 MAX_SHARE_PASSED = 1.0
+NUM_CHUNKS_SHORT = 2
 
 
-def may_pass(request: Request, ahead: Request) -> bool:
-    """Whether ``request`` is short enough to go before ``ahead``, which still has passes to give."""
+def may_pass(request: Request, ahead: Request, shares: FairShares, max_chunk_tokens: int) -> bool:
+    """Whether ``request`` is short enough to go before ``ahead``, which still has passes to give.
+
+    Half as long is short enough. For a user who has been served less than the other, as long is too, as far as that is
+    a matter of ``NUM_CHUNKS_SHORT`` chunks.
+    """
+    num_tokens = request.num_uncomputed_tokens
+    limit = ahead.num_tokens // 2
+    if shares[request.user].counter < shares[ahead.user].counter:
+        limit = max(limit, min(ahead.num_tokens, NUM_CHUNKS_SHORT * max_chunk_tokens))
     return (
         request.priority <= ahead.priority
-        and 2 * request.num_uncomputed_tokens <= ahead.num_tokens
-        and request.num_uncomputed_tokens <= ahead.num_uncomputed_tokens
+        and num_tokens <= limit
         and ahead.num_times_passed < MAX_TIMES_PASSED
-        and ahead.num_tokens_passed + request.num_uncomputed_tokens <= MAX_SHARE_PASSED * ahead.num_tokens
+        and ahead.num_tokens_passed + num_tokens <= MAX_SHARE_PASSED * ahead.num_tokens
     )
 
 
@@ -42,8 +50,9 @@ def count_pass(request: Request, ahead: Request) -> None:
 class PrefillTurn:
     """Keeps the holder of the turn between steps."""
 
-    def __init__(self, shares: FairShares) -> None:
+    def __init__(self, shares: FairShares, max_chunk_tokens: int) -> None:
         self._shares = shares
+        self._max_chunk_tokens = max_chunk_tokens
         self._holder: Request | None = None
 
     def order(self, requests: Sequence[Request]) -> list[Request]:
@@ -56,7 +65,7 @@ class PrefillTurn:
         if holder is None or holder not in in_order or in_order[0].priority < holder.priority:
             holder = self._holder = in_order[0]
         others = [r for r in in_order if r is not holder]
-        passing = [r for r in others if r.passing or may_pass(r, holder)]
+        passing = [r for r in others if r.passing or may_pass(r, holder, self._shares, self._max_chunk_tokens)]
         return [*passing, holder, *(r for r in others if r not in passing)]
 
     def share_out(self, in_order: Sequence[Request], budget: ChunkBudget) -> list[tuple[Request, int]]:
@@ -80,7 +89,7 @@ class PrefillTurn:
     def _pass_holder(self, request: Request) -> bool:
         """Count a pass, unless others of this step have used up the last."""
         assert self._holder is not None
-        request.passing = may_pass(request, self._holder)
+        request.passing = may_pass(request, self._holder, self._shares, self._max_chunk_tokens)
         if request.passing:
             count_pass(request, self._holder)
         return request.passing

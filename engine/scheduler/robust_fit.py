@@ -2,10 +2,11 @@
 
 Owns: the last observations and the coefficients. Must not know: what the features are.
 
-Least absolute deviations over a sliding window, by iteratively reweighted least squares. A step that took 2 s because
-a graph was compiled weighs no more than one that was a little late, and after a change of speed (a hot machine halves
-its clock) the new level wins once it fills half of the window. Each refit starts from the last coefficients and is
-held to them lightly: a feature that did not vary lately keeps its cost instead of becoming arbitrary.
+Least absolute deviations over a sliding window, by iteratively reweighted least squares: each refit is one iteration,
+from where the last one left off. A step that took 2 s because a graph was compiled weighs no more than one that was a
+little late, and after a change of speed (a hot machine halves its clock) the new level wins once it fills half of the
+window. Each refit is held lightly to the last coefficients: a feature that did not vary lately keeps its cost instead
+of becoming arbitrary.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from collections.abc import Sequence
 
 _WINDOW = 64
 _REFIT_EVERY = 16
-_NUM_REWEIGHTINGS = 3
 _HOLD = 1e-3
 # Residuals below this share of a typical value count alike: noise is no reason to prefer one observation.
 _EQUAL_SHARE = 0.02
@@ -54,9 +54,7 @@ class RobustFit:
     def _refit(self) -> None:
         values = sorted(value for _, value in self._window)
         equal = max(_EQUAL_SHARE * values[len(values) // 2], 1e-9)
-        for _ in range(_NUM_REWEIGHTINGS):
-            matrix, vector = self._normal_equations(equal)
-            self._coefficients = _solve_non_negative(matrix, vector)
+        self._coefficients = _solve_non_negative(*self._normal_equations(equal))
 
     def _normal_equations(self, equal: float) -> tuple[list[list[float]], list[float]]:
         """Weighted by one over the present residual, and held to the present coefficients."""

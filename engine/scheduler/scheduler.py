@@ -60,7 +60,7 @@ class Scheduler:
         self._flight = InFlightSteps()
         self._residency = Residency(config, self._shares, self._waiting, self._flight)
         self._admission = Admission(config, self._shares, self._waiting, self._residency, self._requests, self._preempt)
-        self._turn = PrefillTurn(self._shares)
+        self._turn = PrefillTurn(self._shares, config.max_chunk_tokens)
         self._cost = StepCostModel(config.target_stall_s, config.max_chunk_tokens)
         self._counters = Counters()
         self._num_arrivals = 0

@@ -61,16 +61,23 @@ def test_the_less_urgent_goes_first() -> None:
     assert chosen.slot == 1
 
 
-def test_nobody_immune_makes_way_for_a_slot() -> None:
+def test_who_makes_way_for_a_slot() -> None:
     shares = FairShares()
     for user in ("", "", "", "new"):
         shares.enter(user)
     shares[""].num_in_slots = 2
     waiting = Request(EngineRequest("w", (1,), SamplingParams(), 0.0, user="new"), 9, BlockTable(b""), 10, 0)
-    assert choose_for_slot(waiting, running(3, 1, immune=(0, 1)), shares, 2) is None
-    chosen = choose_for_slot(waiting, running(3, 1), shares, 2)
-    assert chosen is not None
-    assert chosen.slot == 1
+
+    def chosen(immune: tuple[int, ...], num_slots: int = 2) -> int | None:
+        victim = choose_for_slot(waiting, running(3, 1, immune=immune), shares, num_slots)
+        return None if victim is None else victim.slot
+
+    assert chosen(()) == 1
+    assert chosen((1,)) == 0
+    assert chosen((0, 1)) == 1
+    assert chosen((), num_slots=4) is None, "two of four slots are a fair share"
+    shares["new"].num_in_slots = 1
+    assert chosen(()) is None, "who holds a fair share takes nobody's"
 
 
 def tight(steps_in_flight: int = 1, **changes: object) -> Harness:
