@@ -1,7 +1,7 @@
 """Ways to choose a machine for a call, as bounds to compare a router with.
 
-Owns: the protocol that the simulator asks, the central line, pinning, and the fleet router's protocol. Must not know:
-events or step times. The fleet's real routing policy stands in for these through the same protocol.
+Owns: the protocol that the simulator asks, the central line, pinning. Must not know: events or step times. The fleet's
+real routing policy stands in for these through the same protocol (serve_app/cli/plan_router.py).
 """
 
 from __future__ import annotations
@@ -25,6 +25,10 @@ class Dispatch(Protocol):
 
     def changed(self, index: int, machines: Sequence[SimulatedMachine]) -> None:
         """A call came to or left machine ``index``, or it began another step."""
+        ...
+
+    def answered(self, call: SimulatedCall, index: int, answer_s: float) -> None:
+        """Machine ``index`` has answered ``call``, in ``answer_s`` from its first to its last token."""
         ...
 
 
@@ -51,6 +55,9 @@ class CentralLine:
         """Note the machine's new state."""
         heapq.heappush(self._heap, _state(index, machines))
 
+    def answered(self, call: SimulatedCall, index: int, answer_s: float) -> None:
+        """Nothing to learn."""
+
 
 def _state(index: int, machines: Sequence[SimulatedMachine]) -> tuple[int, bool, int]:
     machine = machines[index]
@@ -68,4 +75,7 @@ class Pinned:
         return random.Random(session).randrange(len(machines))
 
     def changed(self, index: int, machines: Sequence[SimulatedMachine]) -> None:
+        """Nothing to learn."""
+
+    def answered(self, call: SimulatedCall, index: int, answer_s: float) -> None:
         """Nothing to learn."""

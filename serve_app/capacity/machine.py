@@ -49,13 +49,15 @@ class MachineSpec:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedCall:
-    """One call as a machine sees it. Calls of one ``cache_key`` that begin with the same tokens share them."""
+    """One call as a machine sees it. Calls of one ``cache_key`` that begin with the same tokens share them;
+    ``num_shared_tokens`` are common to all sessions of that key."""
 
     call_id: str
     prompt_token_ids: tuple[int, ...]
     num_output_tokens: int
     received_s: float
     cache_key: str = ""
+    num_shared_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,7 @@ class SimulatedMachine:
         self._scheduler = Scheduler(_scheduler_config(self.spec, self.steps_at_once))
         self._tokens_left: dict[str, int] = {}
         self._context: dict[str, int] = {}
+        self._unread: dict[str, int] = {}
         self._span: _Span | None = None
         self.num_open = 0
 
@@ -118,6 +121,16 @@ class SimulatedMachine:
         return max(0, self.spec.slots - self.num_open)
 
     @property
+    def num_waiting(self) -> int:
+        """Calls beyond the slots."""
+        return max(0, self.num_open - self.spec.slots)
+
+    @property
+    def num_unread_tokens(self) -> int:
+        """Prompt tokens of open calls that are still to be read."""
+        return sum(self._unread.values())
+
+    @property
     def is_reading(self) -> bool:
         """Whether a prompt is being read."""
         return self._span is not None and not self._span.only_decodes
@@ -130,7 +143,7 @@ class SimulatedMachine:
         )
         self._scheduler.add(request, now_s)
         self._tokens_left[call.call_id] = call.num_output_tokens
-        self._context[call.call_id] = len(call.prompt_token_ids)
+        self._context[call.call_id] = self._unread[call.call_id] = len(call.prompt_token_ids)
         self.num_open += 1
         span = self._span
         if span is not None and span.only_decodes:
@@ -156,9 +169,11 @@ class SimulatedMachine:
         self._span = None
         tokens: dict[str, SampledToken] = {}
         for row in span.batch.rows:
+            decodes = _decodes(row)
+            if not decodes:
+                self._unread[row.request_id] = max(0, row.num_prompt_tokens - row.start - row.num_tokens)
             if row.samples:
-                num_tokens = span.num_steps if _decodes(row) else 1
-                tokens[row.request_id] = self._move(row.request_id, num_tokens)
+                tokens[row.request_id] = self._move(row.request_id, span.num_steps if decodes else 1)
         self._account(span)
         output = StepOutput(span.batch.step_index, tokens, span.reported_s)
         outputs = self._scheduler.update(span.batch, output, now_s)
@@ -211,7 +226,7 @@ class SimulatedMachine:
 
     def _leave(self, output: TokenOutput) -> Finished:
         assert output.timeline is not None
-        del self._tokens_left[output.request_id], self._context[output.request_id]
+        del self._tokens_left[output.request_id], self._context[output.request_id], self._unread[output.request_id]
         self.num_open -= 1
         return Finished(output.request_id, output.timeline, output.num_cached_tokens)
 

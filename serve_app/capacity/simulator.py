@@ -11,6 +11,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import count
 
 from engine.request import WaitReason
@@ -59,7 +60,7 @@ class Simulation:
     uses: tuple[MachineUse, ...]
 
 
-@dataclass(slots=True)
+@dataclass
 class _OpenCall:
     """A call on its way."""
 
@@ -71,6 +72,10 @@ class _OpenCall:
     @property
     def plan(self) -> PlannedCall:
         return self.session.calls[self.index]
+
+    @cached_property
+    def asked(self) -> SimulatedCall:
+        return _as_asked(self)
 
 
 def simulate(
@@ -133,7 +138,7 @@ class _Fleet:
 
     def _send(self, call: _OpenCall) -> bool:
         """Give the call to a machine, unless it has to stay in line."""
-        asked = _as_asked(call)
+        asked = call.asked
         index = self._dispatch.choose(asked, call.session.index, self._machines, self._now_s)
         if index is None:
             return False
@@ -172,8 +177,11 @@ class _Fleet:
 
     def _record(self, finished: Finished) -> None:
         call = self._open.pop(finished.call_id)
+        result = _result(call, finished)
+        first_s, last_s = result.timing.chunk_times_s
+        self._dispatch.answered(call.asked, call.machine, last_s - first_s)
         if call.session.index >= self._load.num_sessions * self._load.warmup_share:
-            self._results.append(_result(call, finished))
+            self._results.append(result)
         if call.index + 1 < len(call.session.calls):
             following = _OpenCall(call.session, call.index + 1)
             self._push_call(self._now_s + following.plan.think_s, following)
@@ -196,6 +204,7 @@ def _as_asked(call: _OpenCall) -> SimulatedCall:
         num_output_tokens=plan.output_tokens,
         received_s=call.received_s,
         cache_key="" if session.prefix_group is None else f"{session.class_name}/{session.prefix_group}",
+        num_shared_tokens=session.prefix_tokens,
     )
 
 

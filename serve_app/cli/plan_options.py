@@ -23,6 +23,7 @@ from serve_app.capacity.planner import MachineKind, PlanSettings
 from serve_app.capacity.profile import read_profile
 from serve_app.capacity.workload import SessionClass, Workload
 from serve_app.cli.plan_processes import side_by_side
+from serve_app.cli.plan_router import RouterDispatch
 
 # The office of the question that started this: wait under 3 s in the mean, under 10 s for 95%.
 DEFAULT_SLO = "wait_mean:3,wait_p95:10"
@@ -34,7 +35,11 @@ _SLO_FIELDS = {
     "tokens_per_s": "tokens_per_s_p5",
 }
 _ESTIMATE_DEFAULTS = {"memory": 128.0, "params": 32.0, "active": 0.0, "bits": 4.5, "kv_kb": 128.0}
-_DISPATCHES: Mapping[str, Callable[[], Dispatch]] = {"central": CentralLine, "pinned": Pinned}
+_DISPATCHES: Mapping[str, Callable[[], Dispatch]] = {
+    "central": CentralLine,
+    "router": RouterDispatch,
+    "pinned": Pinned,
+}
 _ROWS_COMPARED = (1, 2, 4, 8, 16, 32)
 
 Estimate = Annotated[

@@ -107,6 +107,7 @@ def assumptions(planner: Planner, routing: str, spare: int) -> list[str]:
 
 _ROUTING_WORDS = {
     "central": "Calls wait in one line for the whole fleet, the best that any router can do without knowing lengths.",
+    "router": "Calls go where the fleet's own routing policy sends them, from a report of each machine once a second.",
     "pinned": "Every session stays on one machine, however busy it is.",
 }
 

@@ -188,7 +188,7 @@ def test_the_table_for_people() -> None:
         (["--prompts", "six:1"], "'six'"),
         (["--batch-gain", "1,fast"], "'fast'"),
         (["--slots", "two"], "'two'"),
-        (["--routing", "magic"], "central or pinned"),
+        (["--routing", "magic"], "central or router or pinned"),
         (["--estimate", "m9-ultra"], "m"),
         (["--estimate", "m3-ultra,memry=5"], "write memory"),
         (["--calls-per-hour", "0"], "0 calls an hour"),

@@ -8,11 +8,12 @@ from dataclasses import replace
 import pytest
 
 from engine.scheduler.step_cost import StepLoad
-from serve_app.capacity.dispatch import Pinned
+from serve_app.capacity.dispatch import CentralLine, Pinned
 from serve_app.capacity.machine import MachineSpec, SimulatedCall, SimulatedMachine
 from serve_app.capacity.perf_model import FittedTimes, RateTimes, RooflineTimes, chunk_s, decode_rows_s
 from serve_app.capacity.simulator import Load, Simulation, simulate
 from serve_app.capacity.workload import Workload, plan_sessions, poisson_arrivals_s
+from serve_app.cli.plan_router import RouterDispatch
 from serve_app.latency import summarize
 
 RATES = RateTimes(3000.0, 100.0, (1.0, 1.7, 2.0, 2.25))
@@ -126,6 +127,16 @@ def test_pinned_sessions_wait_longer_than_one_line() -> None:
     load = Load(office(), 750 / 3600, 200, seed="7")
     pinned = simulate([spec(1)] * 5, load, Pinned())
     assert mean_wait_s(pinned) > 3 * mean_wait_s(simulate([spec(1)] * 5, load))
+
+
+def test_the_fleets_router_does_nearly_as_well_as_one_line_and_keeps_conversations_where_they_are_cached() -> None:
+    load = Load(office(0.0, calls=4, new_tokens=300, think_s=5.0), 0.06, 30, seed="7", warmup_share=0.0)
+    machine = spec(2, prefix_cache=True)
+    routed, central = (simulate([machine] * 4, load, each, 8) for each in (RouterDispatch(), CentralLine()))
+    assert len(routed.results) == len(central.results) == 120
+    cached = [sum(result.num_cached_tokens for result in each.results) for each in (routed, central)]
+    assert cached[0] > 1.5 * cached[1]
+    assert mean_wait_s(routed) < 3.0
 
 
 def test_a_small_memory_makes_calls_wait_for_blocks() -> None:
