@@ -18,7 +18,8 @@ class GenerationRequest:
     ``stop``: strings that end an answer; their text is not part of it. ``n``: how many answers; answer ``i`` of a
     seeded request uses ``seed + i``. ``received_s`` and ``deadline_s`` are monotonic seconds. ``max_tokens`` beyond the
     end of the context is clipped to it, and the answer then ends with LENGTH. ``continues_text``: the answer goes on
-    from the prompt's text, so a space before its first word is kept.
+    from the prompt's text, so a space before its first word is kept. ``shown_token_ids``: special tokens that are
+    written in the answer's text all the same, because its reader looks for them.
     """
 
     request_id: str
@@ -32,6 +33,7 @@ class GenerationRequest:
     cache_salt: str = ""
     deadline_s: float | None = None
     continues_text: bool = False
+    shown_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,9 @@ class AnswerProcessor:
     def __init__(self, request: GenerationRequest, index: int, tokenizer: Tokenizer) -> None:
         self._request = request
         self._index = index
-        self._detokenizer = IncrementalDetokenizer(tokenizer, continues_text=request.continues_text)
+        self._detokenizer = IncrementalDetokenizer(
+            tokenizer, continues_text=request.continues_text, shown=frozenset(request.shown_token_ids)
+        )
         self._stop = StopMatcher(request.stop) if request.stop else None
         self._num_output_tokens = 0
         self._num_cached_tokens = 0

@@ -40,6 +40,11 @@ class ChatTemplate:
         """Whether the model has a template at all."""
         return bool(self._templates)
 
+    @property
+    def source(self) -> str:
+        """The text of all templates: what they show of tools and thinking."""
+        return "\n".join(self._templates.values())
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],

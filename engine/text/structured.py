@@ -79,8 +79,11 @@ class GrammarMatcher:
 class GrammarCompiler:
     """Compiles grammars for one model. Safe to share between threads."""
 
-    def __init__(self, tokenizer: Tokenizer, *, vocab_size: int) -> None:
-        """``vocab_size`` is the number of logits, at least that of tokens: padding is never allowed."""
+    def __init__(self, tokenizer: Tokenizer | None, *, vocab_size: int) -> None:
+        """``vocab_size`` is the number of logits, at least that of tokens: padding is never allowed.
+
+        Without a tokenizer grammars can be checked, but not followed.
+        """
         self._source = tokenizer
         self._vocab_size = vocab_size
         self._limits = LLParserLimits(verbose_errors=False)
@@ -92,7 +95,7 @@ class GrammarCompiler:
     @property
     def end_token_ids(self) -> tuple[int, ...]:
         """Tokens that end an answer."""
-        return tuple(self._source.eos_token_ids)
+        return tuple(self._source.eos_token_ids) if self._source is not None else ()
 
     @property
     def mask_width(self) -> int:
@@ -129,10 +132,13 @@ class GrammarCompiler:
         source = _source(grammar)
         with self._lock:
             if self._tokenizer is None:
-                self._tokenizer = LLTokenizer(
-                    self._source.to_json(), n_vocab=self._vocab_size, eos_token=list(self._source.eos_token_ids)
-                )
+                self._tokenizer = self._make_tokenizer()
         return LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
+
+    def _make_tokenizer(self) -> LLTokenizer:
+        if self._source is None:
+            return LLTokenizer("byte")
+        return LLTokenizer(self._source.to_json(), n_vocab=self._vocab_size, eos_token=list(self.end_token_ids))
 
     def _locate(self, schema: Any, reason: str, definitions: Mapping[str, Any] | None = None) -> str:
         """JSON pointer to the innermost schema that is refused for the same reason."""
@@ -145,6 +151,17 @@ class GrammarCompiler:
             if _first_line(self._new_matcher(Grammar("json_schema", json.dumps(alone))).get_error()) == reason:
                 return pointer + self._locate(part, reason, definitions)
         return ""
+
+
+_checker = GrammarCompiler(None, vocab_size=0)
+
+
+def check_grammar(grammar: Grammar, param: str = "response_format") -> None:
+    """Raise InvalidParameterError, naming ``param`` and a JSON Schema's path, for what no model could be held to.
+
+    Needs no model, so that whoever takes a request can refuse it at once.
+    """
+    _checker.check(grammar, param)
 
 
 def _source(grammar: Grammar) -> str:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 import tokenizers
@@ -51,11 +51,25 @@ class TokenPieces:
         # Filled as tokens turn up. Two threads may both find a gap: they fill it with the same bytes.
         self._inner: dict[int, bytes] = {}
 
-    def join(self, token_ids: Iterable[int], *, at_start: bool, skip_special_tokens: bool) -> tuple[bytes, bool]:
-        """Return the bytes of ``token_ids`` in a row, and whether the text is still at its start after them."""
+    def is_special(self, token_id: int) -> bool:
+        """Whether a token is left out with the special ones."""
+        return token_id in self._special
+
+    def join(
+        self,
+        token_ids: Iterable[int],
+        *,
+        at_start: bool,
+        skip_special_tokens: bool,
+        shown: Container[int] = (),
+    ) -> tuple[bytes, bool]:
+        """Return the bytes of ``token_ids`` in a row, and whether the text is still at its start after them.
+
+        ``shown`` special tokens are never skipped.
+        """
         parts = []
         for token_id in token_ids:
-            if skip_special_tokens and token_id in self._special:
+            if skip_special_tokens and token_id in self._special and token_id not in shown:
                 continue
             if not at_start:
                 parts.append(self.inner(token_id))

@@ -58,6 +58,15 @@ class Tokenizer:
         """Whether ``apply_chat_template`` can work."""
         return self._chat_template.exists
 
+    @property
+    def chat_template_source(self) -> str:
+        """The text of the model's chat templates; empty without one."""
+        return self._chat_template.source
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether a token is left out of the text that a reader sees."""
+        return self.pieces.is_special(token_id)
+
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Return the ids of ``text``; special tokens spelled in it are recognised.
 
