@@ -18,14 +18,29 @@ ChatMessage = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixChain:
+    """A prompt as routers see it: names for its beginnings, shortest first, one at the end of each message.
+
+    Each of ``hashes`` (64 bits) covers everything before its place; ``num_tokens`` estimates how many tokens that is.
+    Two prompts with a hash in common begin alike up to there. ``conversation`` is the same in every turn of a
+    conversation; ``num_prompt_tokens`` is the estimate for the whole call.
+    """
+
+    hashes: tuple[int, ...] = ()
+    num_tokens: tuple[int, ...] = ()
+    conversation: int = 0
+    num_prompt_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateCall:
     """One client request. Either ``messages`` (a chat) or ``prompts`` (texts or token ids) is given.
 
     Every prompt is answered ``n`` times; answer i of prompt p is choice ``p * n + i``. ``messages`` are plain values as
     the model's chat template takes them. ``max_tokens`` None means up to the context's end, and stands above
     ``sampling.max_tokens``. ``timeout_s`` is relative because two machines' clocks differ. ``session_key`` names the
-    conversation for the router; ``client_request_id`` is the client's own name for the request, for logs only:
-    ``request_id`` is ours and unique.
+    conversation for the router, and ``prefix`` the beginnings of its prompt (``routing.keys`` makes it, once);
+    ``client_request_id`` is the client's own name for the request, for logs only: ``request_id`` is ours and unique.
     """
 
     request_id: str
@@ -40,6 +55,7 @@ class GenerateCall:
     user: str = ""
     priority: int = 0
     session_key: str = ""
+    prefix: PrefixChain = PrefixChain()
     timeout_s: float | None = None
     client_request_id: str = ""
 

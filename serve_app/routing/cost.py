@@ -1,0 +1,59 @@
+"""What sending a request to each replica would cost the person who waits, in seconds. Pure.
+
+Owns: the formulas, for all replicas at once. Must not know: where figures come from, or how a choice is made of costs.
+
+    wait     until a slot is free: departures it takes x usual answer / slots        (as engine/scheduler/forecast.py)
+    turn     reading what was there before: unread tokens / prefill speed
+    reread   reading what is not cached: (prompt - cached) / prefill speed
+    answer   a usual answer beside the others that decode there: it spreads load, and prefers faster machines
+    silence  grows with every second that a replica has not reported: its figures are no longer true
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+# Reports come every second or two; after this a replica counts as silent, and each further second costs as much again.
+SILENT_AFTER_S = 4.0
+SILENCE_WEIGHT = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The replicas as columns. ``num_requests``: in slots and waiting. ``age_s``: since the last report."""
+
+    slots: Floats
+    num_requests: Floats
+    num_unread_tokens: Floats
+    prefill_tokens_per_s: Floats
+    answer_s: Floats
+    age_s: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds for each replica."""
+
+    wait_s: Floats
+    turn_s: Floats
+    reread_s: Floats
+    answer_s: Floats
+    silence_s: Floats
+    total_s: Floats
+
+
+def costs_of(load: Load, num_prompt_tokens: int, num_cached_tokens: Floats) -> Costs:
+    """Return what a prompt of that length costs at each replica, of which it has ``num_cached_tokens``."""
+    departures = np.maximum(load.num_requests + 1.0 - load.slots, 0.0)
+    wait_s = departures * load.answer_s / load.slots
+    turn_s = load.num_unread_tokens / load.prefill_tokens_per_s
+    reread_s = np.maximum(num_prompt_tokens - num_cached_tokens, 0.0) / load.prefill_tokens_per_s
+    silence_s = np.maximum(load.age_s - SILENT_AFTER_S, 0.0) * SILENCE_WEIGHT
+    import os
+    total_s = wait_s + turn_s + reread_s * (1.0 + float(os.environ.get("EXT","0"))*load.num_requests) + load.answer_s + silence_s
+    return Costs(wait_s, turn_s, reread_s, load.answer_s, silence_s, total_s)
