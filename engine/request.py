@@ -38,11 +38,13 @@ class WaitReason(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Grammar:
     """What an answer's text must follow. ``text`` is a JSON Schema, a regular expression, a JSON list of strings to
-    choose from, or a grammar in Lark's or GBNF's notation; for "json_object" (any JSON object) it is empty.
+    choose from, or a grammar in Lark's or GBNF's notation; for "json_object" (any JSON object) it is empty. ``param``:
+    the request field that asked for it, which a refusal names.
     """
 
     kind: Literal["json_object", "json_schema", "regex", "choice", "grammar"]
     text: str = ""
+    param: str = "response_format"
 
 
 @dataclass(frozen=True, slots=True)

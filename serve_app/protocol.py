@@ -33,6 +33,19 @@ class PrefixChain:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolUse:
+    """The functions that an answer may call, as OpenAI writes tools.
+
+    ``forced``: it has to call at least one of these; empty leaves that to the model. ``parallel``: whether it may call
+    several times.
+    """
+
+    tools: tuple[Mapping[str, Any], ...]
+    forced: tuple[str, ...] = ()
+    parallel: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateCall:
     """One client request. Either ``messages`` (a chat) or ``prompts`` (texts or token ids) is given.
 
@@ -41,6 +54,8 @@ class GenerateCall:
     ``sampling.max_tokens``. ``timeout_s`` is relative because two machines' clocks differ. ``session_key`` names the
     conversation for the router, and ``prefix`` the beginnings of its prompt (``routing.keys`` makes it, once);
     ``client_request_id`` is the client's own name for the request, for logs only: ``request_id`` is ours and unique.
+    ``template_variables`` are for the chat template; ``thinking_effort`` ("" is the model's own) and
+    ``thinking_budget`` (tokens) bound what a model thinks before it answers. ``cache_salt`` keeps cached prompts apart.
     """
 
     request_id: str
@@ -58,6 +73,11 @@ class GenerateCall:
     prefix: PrefixChain = PrefixChain()
     timeout_s: float | None = None
     client_request_id: str = ""
+    tool_use: ToolUse | None = None
+    template_variables: Mapping[str, Any] = field(default_factory=dict)
+    thinking_effort: str = ""
+    thinking_budget: int | None = None
+    cache_salt: str = ""
 
     @property
     def num_prompts(self) -> int:
@@ -88,10 +108,21 @@ class LogprobEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class ChoiceDelta:
-    """What came for one choice since the last message. ``finish_reason`` ("stop" or "length") is set exactly once.
+class ToolCallDelta:
+    """New of call ``index`` of a choice. ``id`` and ``name`` come once, with the first; ``arguments`` are added up."""
 
-    ``stop_reason`` is the stop string or token id that ended the answer, None for an end-of-text token.
+    index: int
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceDelta:
+    """What came for one choice since the last message.
+
+    ``finish_reason`` ("stop", "length" or "tool_calls") is set exactly once. ``stop_reason`` is the stop string or
+    token id that ended the answer, None for an end-of-text token. ``thinking`` is what a model thinks before it answers.
     """
 
     index: int
@@ -100,6 +131,8 @@ class ChoiceDelta:
     logprobs: tuple[LogprobEntry, ...] = ()
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    thinking: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,29 +102,29 @@ class GrammarCompiler:
         """Words of one row of masks."""
         return (self._vocab_size + 31) // 32
 
-    def matcher(self, grammar: Grammar, param: str = "response_format") -> GrammarMatcher:
+    def matcher(self, grammar: Grammar) -> GrammarMatcher:
         """Return a matcher at the start of an answer.
 
-        Raises InvalidParameterError, naming ``param`` and for a JSON Schema the path, for what cannot be followed.
+        Raises InvalidParameterError, naming the grammar's ``param`` and for a JSON Schema the path, for what cannot be followed.
         """
-        return GrammarMatcher(self._compiled(grammar, param).deep_copy())
+        return GrammarMatcher(self._compiled(grammar).deep_copy())
 
-    def check(self, grammar: Grammar, param: str = "response_format") -> None:
+    def check(self, grammar: Grammar) -> None:
         """Raise InvalidParameterError as ``matcher`` does."""
-        self._compiled(grammar, param)
+        self._compiled(grammar)
 
-    def _compile(self, grammar: Grammar, param: str) -> LLMatcher:
+    def _compile(self, grammar: Grammar) -> LLMatcher:
         try:
             matcher = self._new_matcher(grammar)
         except ValueError as error:
             raise InvalidParameterError(
-                f"The {grammar.kind} cannot be read: {_first_line(str(error))}.", param
+                f"The {grammar.kind} cannot be read: {_first_line(str(error))}.", grammar.param
             ) from error
         if matcher.is_error():
             reason, place = _first_line(matcher.get_error()), ""
             if grammar.kind == "json_schema":
                 place = f" at {self._locate(json.loads(grammar.text), reason) or 'its top level'}"
-            raise InvalidParameterError(f"The {grammar.kind} cannot be followed{place}: {reason}.", param)
+            raise InvalidParameterError(f"The {grammar.kind} cannot be followed{place}: {reason}.", grammar.param)
         return matcher
 
     def _new_matcher(self, grammar: Grammar) -> LLMatcher:
@@ -156,12 +156,12 @@ class GrammarCompiler:
 _checker = GrammarCompiler(None, vocab_size=0)
 
 
-def check_grammar(grammar: Grammar, param: str = "response_format") -> None:
-    """Raise InvalidParameterError, naming ``param`` and a JSON Schema's path, for what no model could be held to.
+def check_grammar(grammar: Grammar) -> None:
+    """Raise InvalidParameterError, naming the grammar's ``param`` and a JSON Schema's path, for what no model could be held to.
 
     Needs no model, so that whoever takes a request can refuse it at once.
     """
-    _checker.check(grammar, param)
+    _checker.check(grammar)
 
 
 def _source(grammar: Grammar) -> str:

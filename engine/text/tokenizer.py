@@ -105,9 +105,12 @@ class Tokenizer:
         **template_kwargs: Any,
     ) -> list[int]:
         """Return the prompt's ids. The template writes the special tokens itself. Errors as ``ChatTemplate.render``."""
-        text = self.render_chat_template(messages, tools, **template_kwargs)
+        return self.encode_chat(self.render_chat_template(messages, tools, **template_kwargs))
+
+    def encode_chat(self, rendered: str) -> list[int]:
+        """Return the ids of a rendered chat. Raises InvalidParameterError as ``encode``, naming the messages."""
         try:
-            return self.encode(text)
+            return self.encode(rendered)
         except InvalidParameterError as error:
             raise InvalidParameterError(error.message, "messages") from error
 

@@ -15,6 +15,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,6 +24,15 @@ Parse = Callable[[str, Any], Any]
 Tool = Mapping[str, Any]
 
 _PACKAGE = "metalslots_tool_parsers"
+# Special tokens inside of a call, which its parser has to see.
+_INNER_MARKS = {
+    "mistral": ("[ARGS]", "[CALL_ID]"),
+    "kimi_k2": ("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+    "gemma4": ('<|"|>',),
+    "function_gemma": ("<escape>",),
+    "glm47": ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    "longcat": ("<longcat_arg_key>", "</longcat_arg_key>", "<longcat_arg_value>", "</longcat_arg_value>"),
+}
 # What a template has to hold for each of mlx-lm's parsers; the first that fits is taken.
 _MARKS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("minimax_m2", ("<minimax:tool_call>",)),
@@ -57,7 +67,13 @@ class ToolFormat:
     native: bool
     writes_json: bool
 
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Everything that stands around and inside of calls and may be a special token."""
+        return (self.start, self.end, *_INNER_MARKS.get(self.name, ()))
 
+
+@lru_cache(8)
 def find_tool_format(template: str) -> ToolFormat:
     """Return the format that ``template`` speaks of; JSON between ``<tool_call>`` marks for one that knows no tools."""
     if not re.search(r"\btools\b", template):

@@ -16,7 +16,7 @@ from engine.core.generation import GenerationDelta
 from engine.text.tokenizer import Tokenizer
 from serve_app.protocol import Deltas, GenerateCall
 from serve_app.replica.fold import CallFolder
-from serve_app.replica.prompts import echo_texts, engine_requests, require_room_in_queue
+from serve_app.replica.prompts import echo_texts, prepare_call, require_room_in_queue
 from serve_app.replica.stream import batches
 
 # Tokenizing a long prompt takes tens of milliseconds: off the event loop, and no more at once than leaves it a core.
@@ -58,8 +58,8 @@ class CallRunner:
     async def _open(self, call: GenerateCall) -> tuple[CallFolder, list[AsyncGenerator[GenerationDelta, None]]]:
         status = self._engine.status()
         require_room_in_queue(call, status.scheduler.slots + self._max_waiting_requests)
-        prepare = partial(engine_requests, call, self._tokenizer, status.model.max_model_len)
-        requests = await asyncio.get_running_loop().run_in_executor(self._text_threads, prepare)
+        prepare = partial(prepare_call, call, self._tokenizer, status.model.max_model_len)
+        prepared = await asyncio.get_running_loop().run_in_executor(self._text_threads, prepare)
         echo = echo_texts(call, self._tokenizer) if call.echo else ()
-        folder = CallFolder(self._tokenizer, call.num_prompts, call.n, echo)
-        return folder, [self._engine.generate(request) for request in requests]
+        folder = CallFolder(self._tokenizer, call.num_prompts, call.n, echo, prepared.reading)
+        return folder, [self._engine.generate(request) for request in prepared.requests]

@@ -1,7 +1,7 @@
 """Puts the engine's deltas of one call together into the protocol's messages.
 
-Owns: choice numbers, token texts of logprobs, usage and timings. Must not know: Ray, or when a message is sent
-(stream.py).
+Owns: choice numbers, token texts of logprobs, usage and timings. Must not know: Ray, when a message is sent
+(stream.py), or what is in a text (reading.py).
 """
 
 from __future__ import annotations
@@ -12,13 +12,22 @@ from engine.core.generation import GenerationDelta
 from engine.request import FinishReason, Timeline, TokenLogprobs
 from engine.text.tokenizer import Tokenizer
 from serve_app.protocol import ChoiceDelta, Deltas, LogprobEntry, Timings, TokenText, Usage
+from serve_app.replica.reading import AnswerReader, Read, Reading
 
 
 class CallFolder:
     """One call's deltas, folded. ``fold`` is given what came since the last time, as (prompt number, delta)."""
 
-    def __init__(self, tokenizer: Tokenizer, num_prompts: int, n: int, echo: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        num_prompts: int,
+        n: int,
+        echo: Sequence[str] = (),
+        reading: Reading | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
+        self._readers = [AnswerReader(reading or Reading()) for _ in range(num_prompts * n)]
         self._n = n
         self._echo = {p * n + i: text for p, text in enumerate(echo) for i in range(n)}
         self._num_unfinished = num_prompts * n
@@ -42,14 +51,29 @@ class CallFolder:
     def _fold_choice(self, index: int, deltas: Sequence[GenerationDelta]) -> ChoiceDelta:
         last = self._last[index] = deltas[-1]
         self._num_unfinished -= last.finish_reason is not None
+        read = self._read(index, "".join(delta.text for delta in deltas), last)
         return ChoiceDelta(
             index=index,
-            text=self._echo.pop(index, "") + "".join(delta.text for delta in deltas),
+            text=self._echo.pop(index, "") + read.text,
+            thinking=read.thinking,
+            tool_calls=read.tool_calls,
             token_ids=tuple(token for delta in deltas for token in delta.token_ids),
             logprobs=tuple(self._entry(logprobs) for delta in deltas for logprobs in _visible_logprobs(delta)),
-            finish_reason=None if last.finish_reason is None else str(last.finish_reason),
+            finish_reason=self._finish_reason(index, last),
             stop_reason=last.stop_reason,
         )
+
+    def _read(self, index: int, text: str, last: GenerationDelta) -> Read:
+        read = self._readers[index].feed(text)
+        if last.finish_reason is None:
+            return read
+        rest = self._readers[index].finish(whole=_ended_by_itself(last))
+        return Read(read.text + rest.text, read.thinking + rest.thinking, read.tool_calls + rest.tool_calls)
+
+    def _finish_reason(self, index: int, last: GenerationDelta) -> str | None:
+        if last.finish_reason is FinishReason.STOP and self._readers[index].num_calls:
+            return "tool_calls"
+        return None if last.finish_reason is None else str(last.finish_reason)
 
     def _entry(self, logprobs: TokenLogprobs) -> LogprobEntry:
         top = tuple(self._token(token_id, logprob) for token_id, logprob in logprobs.top)
@@ -90,8 +114,11 @@ class CallFolder:
 
 def _visible_logprobs(delta: GenerationDelta) -> Sequence[TokenLogprobs]:
     """The token that ended the answer is no part of its text; a stop string's tokens came from the text."""
-    ended_by_token = delta.finish_reason is FinishReason.STOP and not isinstance(delta.stop_reason, str)
-    return delta.logprobs[:-1] if ended_by_token else delta.logprobs
+    return delta.logprobs[:-1] if _ended_by_itself(delta) else delta.logprobs
+
+
+def _ended_by_itself(delta: GenerationDelta) -> bool:
+    return delta.finish_reason is FinishReason.STOP and not isinstance(delta.stop_reason, str)
 
 
 def _since_received(timeline: Timeline, mark_s: float | None) -> float | None:

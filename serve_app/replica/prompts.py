@@ -8,38 +8,59 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from engine.core.generation import GenerationRequest
 from engine.errors import ContextLengthError, InvalidParameterError
+from engine.text.structured import check_grammar
 from engine.text.tokenizer import Tokenizer
 from serve_app.protocol import GenerateCall
+from serve_app.replica.chat import ChatPlan, plan_chat
+from serve_app.replica.reading import Reading
 
 
-def engine_requests(call: GenerateCall, tokenizer: Tokenizer, max_model_len: int) -> tuple[GenerationRequest, ...]:
+@dataclass(frozen=True, slots=True)
+class PreparedCall:
+    """A call as the engine gets it, and how the answers will be read."""
+
+    requests: tuple[GenerationRequest, ...]
+    reading: Reading = Reading()
+
+
+def prepare_call(call: GenerateCall, tokenizer: Tokenizer, max_model_len: int) -> PreparedCall:
     """Return one engine request for each prompt of ``call``.
 
-    Raises RequestError for a chat that the model's template cannot render, InvalidParameterError for an empty prompt,
-    ContextLengthError with both lengths.
+    Raises as ``plan_chat`` does, InvalidParameterError for an empty prompt, ContextLengthError with both lengths.
     """
     received_s = time.monotonic()
-    prompts = _encode(call, tokenizer)
+    prompts: Sequence[Sequence[int]]
+    if call.messages:
+        plan = plan_chat(call, tokenizer)
+        prompts = [tokenizer.encode_chat(plan.prompt)]
+    else:
+        if call.sampling.grammar is not None:
+            check_grammar(call.sampling.grammar)
+        plan = ChatPlan("", call.sampling, Reading())
+        prompts = _encode(call, tokenizer)
     for token_ids in prompts:
         _require_room(token_ids, max_model_len, _field(call))
-    return tuple(
+    requests = tuple(
         GenerationRequest(
             request_id=call.request_id if len(prompts) == 1 else f"{call.request_id}-{index}",
             prompt_token_ids=tuple(token_ids),
-            sampling=replace(call.sampling, max_tokens=call.max_tokens or max_model_len - len(token_ids)),
+            sampling=replace(plan.sampling, max_tokens=call.max_tokens or max_model_len - len(token_ids)),
             received_s=received_s,
             stop=call.stop,
             n=call.n,
             priority=call.priority,
             user=call.user,
+            cache_salt=call.cache_salt,
             deadline_s=None if call.timeout_s is None else received_s + call.timeout_s,
+            shown_token_ids=plan.shown_token_ids,
         )
         for index, token_ids in enumerate(prompts)
     )
+    return PreparedCall(requests, plan.reading)
 
 
 def require_room_in_queue(call: GenerateCall, num_places: int) -> None:
@@ -60,8 +81,6 @@ def echo_texts(call: GenerateCall, tokenizer: Tokenizer) -> tuple[str, ...]:
 
 
 def _encode(call: GenerateCall, tokenizer: Tokenizer) -> list[Sequence[int]]:
-    if call.messages:
-        return [tokenizer.apply_chat_template(call.messages)]
     encoded = iter(tokenizer.encode_batch([p for p in call.prompts if isinstance(p, str)], add_special_tokens=True))
     return [next(encoded) if isinstance(prompt, str) else prompt for prompt in call.prompts]
 
