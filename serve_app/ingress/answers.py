@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from serve_app.protocol import ChoiceDelta, Deltas, LogprobEntry, TokenText, Usage
+from serve_app.protocol import ChoiceDelta, Deltas, LogprobEntry, TokenText, ToolCallDelta, Usage
 
 Json = dict[str, Any]
 
@@ -44,6 +44,8 @@ class _Choice:
     """One choice, put together from its deltas."""
 
     texts: list[str] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
+    calls: list[Json] = field(default_factory=list)
     logprobs: list[LogprobEntry] = field(default_factory=list)
     finish_reason: str | None = None
 
@@ -51,8 +53,17 @@ class _Choice:
     def text(self) -> str:
         return "".join(self.texts)
 
+    @property
+    def thinking(self) -> str:
+        return "".join(self.thoughts)
+
     def add(self, delta: ChoiceDelta) -> None:
         self.texts.append(delta.text)
+        self.thoughts.append(delta.thinking)
+        for call in delta.tool_calls:
+            if call.id:
+                self.calls.append(_call(call.id, call.name))
+            self.calls[call.index]["function"]["arguments"] += call.arguments
         self.logprobs.extend(delta.logprobs)
         self.finish_reason = delta.finish_reason or self.finish_reason
 
@@ -81,8 +92,12 @@ class ChatShape:
             if delta.index not in self._started:
                 self._started.add(delta.index)
                 yield self._chunk(delta.index, {"role": "assistant", "content": ""})
+            if delta.thinking:
+                yield self._chunk(delta.index, _thinking(delta.thinking))
             if delta.text or delta.logprobs:
                 yield self._chunk(delta.index, {"content": delta.text}, delta.logprobs)
+            for call in delta.tool_calls:
+                yield self._chunk(delta.index, {"tool_calls": [_call_delta(call)]})
             if delta.finish_reason is not None:
                 yield self._chunk(delta.index, {}, finish_reason=delta.finish_reason)
         if deltas.usage is not None and self._head.include_usage:
@@ -94,7 +109,7 @@ class ChatShape:
         written = [
             {
                 "index": index,
-                "message": {"role": "assistant", "content": choice.text, "refusal": None},
+                "message": _message(choice),
                 "logprobs": self._write_logprobs(choice.logprobs),
                 "finish_reason": choice.finish_reason,
             }
@@ -170,6 +185,28 @@ class CompletionShape:
             "top_logprobs": [{top.text: top.logprob for top in entry.top} for entry in entries],
             "text_offset": offsets,
         }
+
+
+def _message(choice: _Choice) -> Json:
+    message: Json = {"role": "assistant", "content": choice.text, "refusal": None}
+    if choice.calls:
+        message |= {"content": choice.text or None, "tool_calls": choice.calls}
+    return message | (_thinking(choice.thinking) if choice.thinking else {})
+
+
+def _thinking(text: str) -> Json:
+    # Both names are read by clients in use.
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def _call(call_id: str, name: str) -> Json:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": ""}}
+
+
+def _call_delta(call: ToolCallDelta) -> Json:
+    if call.id:
+        return {"index": call.index, **_call(call.id, call.name)}
+    return {"index": call.index, "function": {"arguments": call.arguments}}
 
 
 def write_usage(usage: Usage) -> Json:

@@ -6,11 +6,15 @@ schema). Must not know: how an answer is made. Any optional field may be null.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
+from engine.text.chat_template import RESERVED_VARIABLES
+from serve_app.ingress.format_types import ResponseFormat, StructuredOutputs
+from serve_app.ingress.tool_types import MAX_TOOLS, CallMade, NamedTool, Tool, ToolChoice
 from serve_app.ingress.wire import (
+    JsonObject,
     LogitBias,
     NeutralOnly,
     Seed,
@@ -27,7 +31,7 @@ from serve_app.ingress.wire import (
 
 MAX_PROMPTS = 2048
 MAX_CHOICES = 128
-_NO_TOOLS = "Tool calls are not supported by this server."
+_OLD_TOOLS = "Functions of this older kind cannot be called; offer them as `tools`."
 
 Content = Annotated[
     Text | None, BeforeValidator(text_of_parts, json_schema_input_type=str | list[dict[str, Any]] | None)
@@ -49,18 +53,20 @@ class ChatMessage(WireModel):
     name: Text | None = None
     refusal: Annotated[str | None, no_effect] = None
     annotations: Annotated[Any, no_effect] = None
-    tool_calls: Annotated[Any, NeutralOnly(_NO_TOOLS, [])] = None
-    tool_call_id: Annotated[Any, NeutralOnly(_NO_TOOLS)] = None
-    function_call: Annotated[Any, NeutralOnly(_NO_TOOLS)] = None
+    tool_calls: Annotated[list[CallMade], Field(max_length=MAX_TOOLS)] | None = None
+    tool_call_id: Text | None = Field(default=None, validate_default=True)
+    function_call: Annotated[Any, NeutralOnly(_OLD_TOOLS)] = None
+    reasoning_content: Annotated[Text | None, no_effect] = None
+    reasoning: Annotated[Text | None, no_effect] = None
     audio: Annotated[Any, NeutralOnly("This model neither hears nor speaks.")] = None
 
     @field_validator("role")
     @classmethod
     def _known_role(cls, role: str) -> str:
-        if role in ("tool", "function"):
-            raise refuse(_NO_TOOLS)
-        if role not in ("system", "developer", "user", "assistant"):
-            raise wrong("A role is one of system, developer, user, assistant.")
+        if role == "function":
+            raise refuse(_OLD_TOOLS)
+        if role not in ("system", "developer", "user", "assistant", "tool"):
+            raise wrong("A role is one of system, developer, user, assistant, tool.")
         return role
 
     @field_validator("content")
@@ -69,6 +75,20 @@ class ChatMessage(WireModel):
         if content is None and info.data.get("role") != "assistant":
             raise wrong("Only an assistant's message may be without content.")
         return content
+
+    @field_validator("tool_calls")
+    @classmethod
+    def _calls_by_the_assistant(cls, calls: list[CallMade] | None, info: ValidationInfo) -> list[CallMade] | None:
+        if calls and info.data.get("role") != "assistant":
+            raise wrong("Only an assistant's message has tool calls.")
+        return calls
+
+    @field_validator("tool_call_id")
+    @classmethod
+    def _result_of_a_call(cls, call_id: str | None, info: ValidationInfo) -> str | None:
+        if (call_id is not None) != (info.data.get("role") == "tool"):
+            raise wrong("A message of role tool, and no other, names the call that it answers.")
+        return call_id
 
 
 class GenerationRequest(WireModel):
@@ -93,6 +113,7 @@ class GenerationRequest(WireModel):
     repetition_penalty: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)] | None = None
     stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=64)] | None = None
     ignore_eos: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -108,21 +129,22 @@ class ChatCompletionRequest(GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     prompt_cache_key: Text | None = None
-    response_format: Annotated[
-        Any, NeutralOnly("Only plain text can be asked for as the response format.", {"type": "text"})
-    ] = None
-    tools: Annotated[Any, NeutralOnly(_NO_TOOLS, [])] = None
-    tool_choice: Annotated[Any, NeutralOnly(_NO_TOOLS, "none", "auto")] = None
-    functions: Annotated[Any, NeutralOnly(_NO_TOOLS, [])] = None
-    function_call: Annotated[Any, NeutralOnly(_NO_TOOLS, "none", "auto")] = None
+    response_format: ResponseFormat | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    functions: Annotated[Any, NeutralOnly(_OLD_TOOLS, [])] = None
+    function_call: Annotated[Any, NeutralOnly(_OLD_TOOLS, "none", "auto")] = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    thinking_token_budget: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    chat_template_kwargs: JsonObject | None = None
+    cache_salt: Text | None = None
     modalities: Annotated[Any, NeutralOnly("This model answers with text only.", ["text"])] = None
     audio: Annotated[Any, NeutralOnly("This model neither hears nor speaks.")] = None
     web_search_options: Annotated[Any, NeutralOnly("This server does not search the web.")] = None
-    reasoning_effort: Annotated[Any, NeutralOnly("This model has no reasoning effort to choose.", "none")] = None
     verbosity: Annotated[Any, NeutralOnly("This model has no verbosity to choose.", "medium")] = None
     moderation: Annotated[Any, NeutralOnly("This server does not moderate.")] = None
     service_tier: Annotated[Any, NeutralOnly("This server has one service tier.", "auto", "default")] = None
-    parallel_tool_calls: Annotated[bool | None, no_effect] = None
     prediction: Annotated[Any, no_effect] = None
     metadata: Annotated[Any, no_effect] = None
     store: Annotated[bool | None, no_effect] = None
@@ -136,6 +158,31 @@ class ChatCompletionRequest(GenerationRequest):
         if count is not None and info.data.get("logprobs") is not True:
             raise wrong("`top_logprobs` needs `logprobs: true`.")
         return count
+
+    @field_validator("tools")
+    @classmethod
+    def _distinct_names(cls, tools: list[Tool] | None) -> list[Tool] | None:
+        names = [tool.function.name for tool in tools or ()]
+        if len(set(names)) < len(names):
+            raise wrong("Two tools have the same name.")
+        return tools
+
+    @field_validator("tool_choice")
+    @classmethod
+    def _something_to_call(cls, choice: ToolChoice | None, info: ValidationInfo) -> ToolChoice | None:
+        names = [tool.function.name for tool in info.data.get("tools") or ()]
+        if choice == "required" and not names:
+            raise wrong("There are no `tools` of which one could be called.")
+        if isinstance(choice, NamedTool) and choice.function.name not in names:
+            raise wrong(f"`{choice.function.name}` is not among the `tools`.")
+        return choice
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _no_reserved_names(cls, variables: dict[str, Any] | None) -> dict[str, Any] | None:
+        if reserved := sorted(RESERVED_VARIABLES & set(variables or ())):
+            raise wrong(f"`{reserved[0]}` cannot be set by a request.")
+        return variables
 
 
 class CompletionRequest(GenerationRequest):

@@ -7,11 +7,14 @@ an answer's shape is written (answers.py).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from engine.request import SamplingParams
+from engine.errors import InvalidParameterError
+from engine.request import Grammar, SamplingParams
 from serve_app.ingress.openai_types import ChatCompletionRequest, ChatMessage, CompletionRequest, GenerationRequest
+from serve_app.ingress.tool_types import NamedTool
 from serve_app.protocol import ChatMessage as TemplateMessage
-from serve_app.protocol import GenerateCall
+from serve_app.protocol import GenerateCall, ToolUse
 
 DEFAULT_COMPLETION_TOKENS = 16
 _SEED_RANGE = 2**63
@@ -35,7 +38,7 @@ def chat_call(request: ChatCompletionRequest, context: CallContext) -> GenerateC
         request_id=context.request_id,
         model=context.model,
         messages=tuple(_template_message(message) for message in request.messages),
-        sampling=_sampling(request, num_logprobs),
+        sampling=_sampling(request, num_logprobs, _grammar(request)),
         max_tokens=request.max_completion_tokens or request.max_tokens,
         n=request.n or 1,
         stop=tuple(request.stop),
@@ -43,6 +46,11 @@ def chat_call(request: ChatCompletionRequest, context: CallContext) -> GenerateC
         session_key=context.session_key or request.prompt_cache_key or request.user or "",
         timeout_s=context.timeout_s,
         client_request_id=context.client_request_id,
+        tool_use=_tool_use(request),
+        template_variables=request.chat_template_kwargs or {},
+        thinking_effort=request.reasoning_effort or "",
+        thinking_budget=request.thinking_token_budget,
+        cache_salt=request.cache_salt or "",
     )
 
 
@@ -52,7 +60,7 @@ def completion_call(request: CompletionRequest, context: CallContext) -> Generat
         request_id=context.request_id,
         model=context.model,
         prompts=request.prompt,
-        sampling=_sampling(request, request.logprobs),
+        sampling=_sampling(request, request.logprobs, _structured(request)),
         max_tokens=request.max_tokens or DEFAULT_COMPLETION_TOKENS,
         n=request.n or 1,
         stop=tuple(request.stop),
@@ -67,11 +75,37 @@ def completion_call(request: CompletionRequest, context: CallContext) -> Generat
 def _template_message(message: ChatMessage) -> TemplateMessage:
     # A developer message is what newer clients send for a system message; templates know only the latter.
     role = "system" if message.role == "developer" else message.role
-    values = {"role": role, "content": message.content or message.refusal or ""}
-    return values | ({"name": message.name} if message.name else {})
+    values: dict[str, Any] = {"role": role, "content": message.content or message.refusal or ""}
+    if message.tool_calls:
+        values["tool_calls"] = [call.model_dump(exclude={"index"}) for call in message.tool_calls]
+    more = {"name": message.name, "tool_call_id": message.tool_call_id}
+    return values | {name: value for name, value in more.items() if value}
 
 
-def _sampling(request: GenerationRequest, num_logprobs: int | None) -> SamplingParams:
+def _tool_use(request: ChatCompletionRequest) -> ToolUse | None:
+    if not request.tools or request.tool_choice == "none":
+        return None
+    tools = tuple(tool.model_dump(exclude_none=True) for tool in request.tools)
+    parallel = request.parallel_tool_calls is not False
+    if isinstance(request.tool_choice, NamedTool):
+        return ToolUse(tools, (request.tool_choice.function.name,), parallel=False)
+    forced = tuple(tool.function.name for tool in request.tools) if request.tool_choice == "required" else ()
+    return ToolUse(tools, forced, parallel)
+
+
+def _grammar(request: ChatCompletionRequest) -> Grammar | None:
+    asked = request.response_format.grammar if request.response_format else None
+    structured = _structured(request)
+    if asked and structured:
+        raise InvalidParameterError("`response_format` and `structured_outputs` exclude each other.", structured.param)
+    return asked or structured
+
+
+def _structured(request: GenerationRequest) -> Grammar | None:
+    return request.structured_outputs.asked if request.structured_outputs else None
+
+
+def _sampling(request: GenerationRequest, num_logprobs: int | None, grammar: Grammar | None) -> SamplingParams:
     top_k = max(0, request.top_k or 0)
     top_p = 1.0 if request.top_p is None else request.top_p
     if top_p == 0.0:
@@ -90,4 +124,5 @@ def _sampling(request: GenerationRequest, num_logprobs: int | None) -> SamplingP
         num_logprobs=num_logprobs,
         stop_token_ids=tuple(request.stop_token_ids or ()),
         ignore_eos=bool(request.ignore_eos),
+        grammar=grammar,
     )

@@ -5,6 +5,7 @@ Owns: the wording and the field's path. Must not know: the request models.
 
 from __future__ import annotations
 
+import re
 import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,6 +14,8 @@ from engine.errors import InvalidParameterError
 from serve_app.errors import MalformedRequestError, UnsupportedParameterError
 from serve_app.ingress.wire import UNKNOWN_PARAMETER, UNSUPPORTED_PARAMETER
 
+# What pydantic puts into a place besides names: the body itself, and which choice of a union it tried.
+_NO_FIELD = re.compile(r"body|\[key\]|[a-z-]+\[.*\]|[A-Z]\w*")
 _NOT_AN_OBJECT = "The body must be a JSON object, sent with the header Content-Type: application/json."
 
 
@@ -34,7 +37,7 @@ def explain(findings: Sequence[Mapping[str, Any]]) -> Exception:
 
 
 def _path(finding: Mapping[str, Any]) -> str:
-    parts = [part for part in finding["loc"] if part not in ("body", "[key]")]
+    parts = [part for part in finding["loc"] if not (isinstance(part, str) and _NO_FIELD.fullmatch(part))]
     # An unknown field is found by its object's validator, which has the object's place and keeps the name aside.
     if finding["type"] == UNKNOWN_PARAMETER:
         parts.append(finding["ctx"]["param"])

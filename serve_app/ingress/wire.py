@@ -24,6 +24,7 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+MAX_DEPTH = 64
 UNKNOWN_PARAMETER = "unknown_parameter"
 UNSUPPORTED_PARAMETER = "unsupported_parameter"
 
@@ -69,9 +70,10 @@ class WireModel(BaseModel):
     @classmethod
     def _refuse_unknown_fields(cls, values: Any) -> Any:
         if isinstance(values, Mapping):
+            known = [field.alias or name for name, field in cls.model_fields.items()]
             for name in values:
-                if name not in cls.model_fields:
-                    raise _unknown_field(str(name), list(cls.model_fields))
+                if name not in known:
+                    raise _unknown_field(str(name), known)
         return values
 
 
@@ -81,6 +83,18 @@ def _unknown_field(name: str, known: list[str]) -> PydanticCustomError:
     return PydanticCustomError(
         UNKNOWN_PARAMETER, "This server does not know the field.{hint}", {"hint": hint, "param": name}
     )
+
+
+def _shallow(value: Any) -> Any:
+    """Refuse nesting that no template or schema needs, and that recursive readers could not follow."""
+    level, depth = [value], 0
+    while level:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise wrong(f"It is nested more than {MAX_DEPTH} levels deep.")
+        inner = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]
+        level = [item for items in inner for item in items]
+    return value
 
 
 def _one_or_more(value: Any) -> Any:
@@ -96,6 +110,7 @@ def whole_characters(text: str) -> str:
     return text
 
 
+JsonObject = Annotated[dict[str, Any], AfterValidator(_shallow)]
 Text = Annotated[str, AfterValidator(whole_characters)]
 StopText = Annotated[Text, Field(min_length=1, max_length=1024)]
 StopTexts = Annotated[
