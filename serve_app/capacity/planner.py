@@ -15,6 +15,7 @@ from typing import Protocol
 from serve_app.capacity.demand import Answers, Demand, FleetLevel, summarize_answers
 from serve_app.capacity.dispatch import CentralLine, Dispatch
 from serve_app.capacity.machine import MachineSpec, chunk_beside
+from serve_app.capacity.one_slot import applies_to, simulate_one_slot
 from serve_app.capacity.perf_model import StepTimes, chunk_s, decode_rows_s
 from serve_app.capacity.queueing import QueueWait, mmc_wait, saturated_service_s
 from serve_app.capacity.simulator import Load, Simulation, simulate
@@ -27,6 +28,8 @@ MAX_STEPS_AT_ONCE = 64
 MAX_MACHINES = 10_000
 RUNS_PER_ROUND = 4
 MIN_ERROR_S = 0.025
+# The shortcut for one slot is so much cheaper that its runs may be this much longer.
+PLAIN_FACTOR = 10
 E2E_FACTOR = 3.0
 
 
@@ -104,16 +107,19 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One simulation, as a value that another process can be given."""
+    """One simulation, as a value that another process can be given. ``is_plain``: one slot, one line, no caches."""
 
     specs: tuple[MachineSpec, ...]
     load: Load
     dispatch: Callable[[], Dispatch]
     steps_at_once: int
+    is_plain: bool
 
 
 def run_simulation(run: Run) -> Simulation:
-    """Simulate ``run``."""
+    """Simulate ``run``, by the shortcut where it holds."""
+    if run.is_plain:
+        return simulate_one_slot(run.specs, run.load)
     return simulate(run.specs, run.load, run.dispatch(), run.steps_at_once)
 
 
@@ -222,10 +228,12 @@ class Planner:
         shares = any(each.shared_prefix or each.calls.mean > 1 for each in self.demand.workload.sessions)
         spec = self.kind.spec(slots, self.cost.longest_tokens, prefix_cache=shares)
         calls_per_session = self.demand.calls_per_s / self.demand.sessions_per_s
-        num_sessions = max(1, math.ceil(self.settings.calls_per_run / calls_per_session))
+        is_plain = slots == 1 and self.settings.dispatch is CentralLine and applies_to(self.demand.workload)
+        num_calls = self.settings.calls_per_run * (PLAIN_FACTOR if is_plain else 1)
+        num_sessions = max(1, math.ceil(num_calls / calls_per_session))
         seed = f"{self.settings.seed}/{number}"
         load = Load(self.demand.workload, self.demand.sessions_per_s, num_sessions, seed)
-        return Run((spec,) * macs, load, self.settings.dispatch, steps_at_once(spec))
+        return Run((spec,) * macs, load, self.settings.dispatch, steps_at_once(spec), is_plain)
 
     def _is_precise(self, simulations: Sequence[Simulation]) -> bool:
         if len(simulations) < RUNS_PER_ROUND:

@@ -51,12 +51,10 @@ class SimulatedResult:
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """``results``: warm-up left out, in order of completion. ``num_open_at_last_arrival``: calls that were not answered
-    when the last session began. ``uses``: per machine over ``duration_s``."""
+    """``results``: warm-up left out, in order of completion. ``uses``: per machine over ``duration_s``."""
 
     results: tuple[SimulatedResult, ...]
     duration_s: float
-    num_open_at_last_arrival: int
     uses: tuple[MachineUse, ...]
 
 
@@ -99,7 +97,6 @@ class _Fleet:
         self._line: deque[_OpenCall] = deque()
         self._open: dict[str, _OpenCall] = {}
         self._results: list[SimulatedResult] = []
-        self._num_open_at_last_arrival = 0
         self._now_s = 0.0
 
     def run(self) -> Simulation:
@@ -117,13 +114,11 @@ class _Fleet:
                 self._now_s, _, call = heapq.heappop(self._calls)
                 self._arrive(call)
         uses = tuple(machine.use for machine in self._machines)
-        return Simulation(tuple(self._results), self._now_s, self._num_open_at_last_arrival, uses)
+        return Simulation(tuple(self._results), self._now_s, uses)
 
     def _next_session(self) -> None:
         upcoming = next(self._arrivals, None)
-        if upcoming is None:
-            self._num_open_at_last_arrival = len(self._open) + len(self._line)
-        else:
+        if upcoming is not None:
             self._push_call(upcoming[0], _OpenCall(upcoming[1], 0))
 
     def _push_call(self, at_s: float, call: _OpenCall) -> None:

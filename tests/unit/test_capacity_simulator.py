@@ -10,7 +10,8 @@ import pytest
 from engine.scheduler.step_cost import StepLoad
 from serve_app.capacity.dispatch import CentralLine, Pinned
 from serve_app.capacity.machine import MachineSpec, SimulatedCall, SimulatedMachine
-from serve_app.capacity.perf_model import FittedTimes, RateTimes, RooflineTimes, chunk_s, decode_rows_s
+from serve_app.capacity.one_slot import applies_to, simulate_one_slot
+from serve_app.capacity.perf_model import FittedTimes, RateTimes, RooflineTimes, StepTimes, chunk_s, decode_rows_s
 from serve_app.capacity.simulator import Load, Simulation, simulate
 from serve_app.capacity.workload import Workload, plan_sessions, poisson_arrivals_s
 from serve_app.cli.plan_router import RouterDispatch
@@ -31,7 +32,7 @@ def office(long_share: float = 0.25, **changes: object) -> Workload:
     return Workload.model_validate({"name": "office", "sessions": [call]})
 
 
-def spec(slots: int = 1, times: RateTimes = RATES, **changes: object) -> MachineSpec:
+def spec(slots: int = 1, times: StepTimes = RATES, **changes: object) -> MachineSpec:
     """Decoding gets a third of the time beside a prompt."""
     stall_s = 3 * decode_rows_s(times, max(1, slots // 2))
     made = MachineSpec("m", times, slots, longest_call_tokens=40_000, target_stall_s=stall_s, prefix_cache=False)
@@ -67,6 +68,27 @@ def test_one_slot_is_first_come_first_served_to_the_last_digit(macs: int) -> Non
     expected = first_come_waits_s(macs, load)
     for index, wait_s in waits_s(run(macs, spec(1))).items():
         assert wait_s == pytest.approx(expected[index], abs=1e-6)
+
+
+@pytest.mark.parametrize("times", [RATES, FittedTimes(0.004, 0.006, 1e-6, 0.01, 3e-4, 1e-8)], ids=["rates", "fitted"])
+def test_the_shortcut_for_one_slot_gives_the_simulators_results(times: StepTimes) -> None:
+    machines = [spec(1, times)] * 3
+    load = Load(office(), 700 / 3600, 200, seed="7", warmup_share=0.1)
+    slow, quick = simulate(machines, load), simulate_one_slot(machines, load)
+    assert len(slow.results) == len(quick.results) == 180
+    expected = {result.session_index: result.timing for result in slow.results}
+    for result in quick.results:
+        timing = expected[result.session_index]
+        assert result.timing.chunk_times_s == pytest.approx(timing.chunk_times_s, abs=1e-6)
+        assert result.timing.queue_s == pytest.approx(timing.queue_s, abs=1e-6)
+    assert quick.duration_s == pytest.approx(slow.duration_s)
+    assert sum(use.busy_s for use in quick.uses) == pytest.approx(sum(use.busy_s for use in slow.uses))
+
+
+def test_the_shortcut_is_for_plain_calls_only() -> None:
+    assert applies_to(office())
+    assert not applies_to(office(calls=2))
+    assert not applies_to(office(shared_prefix={"tokens": 10}))
 
 
 def test_one_slot_gains_nothing_from_batching() -> None:
