@@ -10,6 +10,7 @@ One that has ends with EngineDeadError.
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -33,7 +34,10 @@ from engine.errors import (
     RequestFailedError,
 )
 from engine.interfaces import EngineStatus, ModelFacts
+from engine.request import TokenOutput
 from engine.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["AsyncEngine", "GenerationDelta", "GenerationRequest"]
 
@@ -215,18 +219,8 @@ class AsyncEngine:
         no_longer_wanted: list[str] = []
         for output in outputs.outputs:
             opened = self._open.of_sequence(output.request_id)
-            if opened is None:
-                continue
-            if output.error is not None:
-                opened.fail(output.error)
-                self._open.remove(opened)
-                no_longer_wanted += (i for i in opened.unfinished_ids if i != output.request_id)
-                continue
-            if opened.take(output, now_s):
-                no_longer_wanted.append(output.request_id)
-            if opened.ended:
-                self._open.remove(opened)
-                self._supervisor.request_finished()
+            if opened is not None:
+                no_longer_wanted += self._take(opened, output, now_s)
         if no_longer_wanted:
             self._supervisor.send(Cancel(tuple(no_longer_wanted)))
 
@@ -242,6 +236,25 @@ class AsyncEngine:
                 self._open.remove(opened)
             else:
                 opened.begin_again()
+
+    def _take(self, opened: OpenRequest, output: TokenOutput, now_s: float) -> Sequence[str]:
+        """Give ``output`` to its request; returns the sequences that the engine need not go on with."""
+        error = output.error
+        ended_here = False
+        if error is None:
+            try:
+                ended_here = opened.take(output, now_s)
+            except Exception as defect:
+                logger.exception("the text of request %s could not be made", output.request_id)
+                error = RequestFailedError(f"The answer's text could not be made: {type(defect).__name__}.")
+        if error is not None:
+            opened.fail(error)
+            self._open.remove(opened)
+            return [i for i in opened.unfinished_ids if i != output.request_id or output.finish_reason is None]
+        if opened.ended:
+            self._open.remove(opened)
+            self._supervisor.request_finished()
+        return [output.request_id] if ended_here else []
 
     async def _admit(self, request: GenerationRequest) -> OpenRequest:
         if self._supervisor.state is EngineState.STARTING:

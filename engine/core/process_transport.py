@@ -54,6 +54,7 @@ class ProcessTransport(asyncio.Protocol):
         self._connection: asyncio.WriteTransport | None = None
         self._pipe: asyncio.ReadTransport | None = None
         self._told_end: asyncio.Task[None] | None = None
+        self._stop_grace_s: float | None = None
 
     @property
     def pid(self) -> int | None:
@@ -73,6 +74,8 @@ class ProcessTransport(asyncio.Protocol):
         self._pipe, _ = await self._event_loop.connect_read_pipe(lambda: _LineLog(self._last_words), process.stdout)
         await self._event_loop.create_unix_connection(lambda: self, sock=ours)
         self.send(self._launch)
+        if self._stop_grace_s is not None:
+            self.send(Shutdown(self._stop_grace_s))
 
     def send(self, message: ToEngine) -> None:
         """Write ``message`` without waiting."""
@@ -81,6 +84,7 @@ class ProcessTransport(asyncio.Protocol):
 
     async def stop(self, grace_s: float) -> bool:
         """Orderly: the child serves on for ``grace_s``, frees the model, exits. By force if it does not."""
+        self._stop_grace_s = grace_s
         self.send(Shutdown(grace_s))
         if await self._gone_within(grace_s + self._launch.teardown_s):
             return True
@@ -151,6 +155,8 @@ class ProcessTransport(asyncio.Protocol):
             self._told_end = self._event_loop.create_task(self._tell_end())
 
     async def _gone_within(self, timeout_s: float) -> bool:
+        if self._process is None:
+            return True
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._exited.wait(), timeout_s)
         return self._exited.is_set()

@@ -75,7 +75,6 @@ class Supervisor:
         self._heard_s = 0.0
         self._on_progress: OnProgress = lambda _progress: None
         self._transport: Transport | None = None
-        self._life_ended: asyncio.Future[EngineError] | None = None
         self._first_start: asyncio.Future[None] | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -100,7 +99,7 @@ class Supervisor:
 
     def send(self, message: ToEngine) -> None:
         """Hand ``message`` to the running engine; without one it is dropped."""
-        if self.state is EngineState.RUNNING and self._transport is not None:
+        if self.state in (EngineState.RUNNING, EngineState.STOPPING) and self._transport is not None:
             self._transport.send(message)
 
     def work_begins(self) -> None:
@@ -117,8 +116,9 @@ class Supervisor:
         if self.state not in (EngineState.DEAD, EngineState.STOPPED):
             self.state = EngineState.STOPPING
         self._tell_starter(EngineDeadError("The engine is stopping."))
-        if self._transport is not None and self.state is EngineState.STOPPING:
-            await self._transport.stop(grace_s)
+        if self._transport is not None:
+            # One that was given up may still be in the middle of being ended.
+            await (self._transport.stop(grace_s) if self.state is EngineState.STOPPING else self._transport.kill())
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -126,6 +126,13 @@ class Supervisor:
             self.state = EngineState.STOPPED
 
     async def _supervise(self) -> None:
+        try:
+            await self._live_and_restart()
+        except Exception as error:
+            logger.exception("the supervisor failed")
+            self._lose(EngineDeadError(f"The supervisor failed with {type(error).__name__}: {error}."), for_good=True)
+
+    async def _live_and_restart(self) -> None:
         while True:
             error = await self._live()
             if self._told_to_stop:
@@ -154,7 +161,6 @@ class Supervisor:
         self._transport = self._make_transport(self.num_lives)
         self.num_lives += 1
         life_ended: asyncio.Future[EngineError] = asyncio.get_running_loop().create_future()
-        self._life_ended = life_ended
         self.work_begins()
 
         def end(error: EngineError) -> None:
@@ -187,11 +193,18 @@ class Supervisor:
                     self._client.engine_running()
                 self._tell_starter(None)
             case Progress():
-                self._on_progress(message)
+                self._report(message)
             case Failed():
                 end(message.error)
             case Stopped():
                 end(EngineDeadError("The engine has stopped."))
+
+    def _report(self, progress: Progress) -> None:
+        try:
+            self._on_progress(progress)
+        except Exception:
+            # Whoever cannot show progress does not stop the model from loading.
+            logger.exception("progress could not be reported")
 
     def _tell_starter(self, error: EngineError | None) -> None:
         if self._first_start is None or self._first_start.done():

@@ -11,7 +11,13 @@ import pytest
 from engine.config import EngineConfig
 from engine.core.async_engine import AsyncEngine
 from engine.core.faults import FaultKind, FaultPlan
-from engine.errors import AdmissionRefusedError, EngineDeadError, StartupError, StepFailedError
+from engine.errors import (
+    AdmissionRefusedError,
+    EngineDeadError,
+    RequestCancelledError,
+    StartupError,
+    StepFailedError,
+)
 from tests.core_fakes import make_request, until
 from tests.faults.harness import TOKENIZER, WATCHDOG_S, Outcome, ask, ask_many, running
 
@@ -94,8 +100,9 @@ async def test_steps_that_fail_in_a_row() -> None:
         assert engine.num_restarts == 1
 
 
-async def test_an_engine_that_dies_in_every_life_is_given_up() -> None:
-    async with running([[FaultPlan(FaultKind.KILL, AT_STEP)]] * 10) as engine:
+@pytest.mark.parametrize("kind", [FaultKind.KILL, FaultKind.HANG])
+async def test_an_engine_that_ends_in_every_life_is_given_up(kind: FaultKind) -> None:
+    async with running([[FaultPlan(kind, AT_STEP)]] * 10) as engine:
         while engine.healthy:
             outcomes = await ask_many(engine, NUM_CLIENTS)
             assert all(isinstance(outcome.error, EngineDeadError) for outcome in outcomes)
@@ -140,6 +147,22 @@ async def test_a_command_that_is_no_engine() -> None:
     with pytest.raises(EngineDeadError, match=r"status 3.*out of luck"):
         await engine.start()
     await engine.close()
+
+
+async def test_a_command_that_does_not_exist() -> None:
+    engine = AsyncEngine.in_process(EngineConfig(), TOKENIZER, command=("/no/such/program",))
+    with pytest.raises(EngineDeadError, match="cannot be started"):
+        await engine.start()
+    await engine.close()
+
+
+async def test_closing_while_the_engine_restarts_leaves_nothing() -> None:
+    async with running([[FaultPlan(FaultKind.KILL, 3)]]) as engine:
+        asked = asyncio.create_task(ask_many(engine, NUM_CLIENTS))
+        await until(engine, lambda: not engine.ready)
+        await engine.close()
+        outcomes = await asked
+        assert all(isinstance(outcome.error, EngineDeadError | RequestCancelledError) for outcome in outcomes)
 
 
 async def test_requests_during_a_restart_are_kept_up_to_a_bound() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 
 import pytest
@@ -22,10 +22,12 @@ from engine.errors import (
     InvalidParameterError,
     MemoryPlanError,
     RequestCancelledError,
+    RequestFailedError,
     StartupError,
     StepFailedError,
 )
 from engine.request import FinishReason
+from engine.text.detokenizer import IncrementalDetokenizer
 from tests.core_fakes import ChainRunner, answer, answer_text, letter_tokenizer, make_core, make_request, until
 
 TOKENIZER = letter_tokenizer()
@@ -180,6 +182,28 @@ async def test_a_deadline_holds_although_the_engine_hangs() -> None:
         with pytest.raises(DeadlineExceededError):
             await collect(engine, make_request("a", "hello", 400, deadline_s=deadline_s))
         gate.release(PERMITS_FOR_ALL)
+
+
+async def test_a_text_that_cannot_be_made_fails_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    add = IncrementalDetokenizer.add
+
+    def breaking(self: IncrementalDetokenizer, token_ids: Sequence[int]) -> str:
+        if getattr(self, "num_added", 0) == 3 and self is victims[0]:
+            raise ZeroDivisionError
+        self.num_added = getattr(self, "num_added", 0) + 1
+        victims.append(self)
+        return add(self, token_ids)
+
+    victims: list[IncrementalDetokenizer] = []
+    monkeypatch.setattr(IncrementalDetokenizer, "add", breaking)
+    async with running(make_core) as engine:
+        tasks = [asyncio.create_task(text_of(engine, make_request(f"r{i}", "hello", 20))) for i in range(4)]
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        (failed,) = [result for result in results if isinstance(result, Exception)]
+        assert isinstance(failed, RequestFailedError)
+        assert [result for result in results if result is not failed] == [answer_text(b"hello", 20)] * 3
+        await until(engine, lambda: engine.status().scheduler.num_running == 0)
+        assert engine.status().scheduler.num_cancelled == 1
 
 
 async def test_a_failed_step_is_an_error_for_its_requests_and_the_engine_goes_on() -> None:
