@@ -3,9 +3,9 @@
 Owns: the packed order (decode rows, then chunks), positions, pool rows to write, what each row reads. Must not know:
 the model, the pool's arrays, sampling. Indices are built in numpy; the only Python loops run over rows.
 
-How a decode row reads its keys is decided by its own length and block table alone, so that its result does not depend
-on its batch-mates: a long row whose blocks lie side by side is read where it stands, any other is gathered, padded to a
-*rung* with the null block's zeros, and computed together with the rows of the same rung.
+A decode row is read in one of two ways. Where its blocks lie side by side it is read where it stands, by a call of its
+own. Otherwise its blocks are gathered, padded to a *rung* with the null block's zeros, and rows of one rung share a
+call; short rows share one anyway.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from engine.batch import BatchRow, StepBatch
 # costs as much as attending. So short rows share a call, and long ones avoid the copy.
 _SMALLEST_RUNG = 64
 _LONGEST_SHARED = 128
+# Stands for a token that is still being computed.
+_IN_FLIGHT = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +121,11 @@ class InputBuilder:
         self._null_block = num_blocks
         self._block_size = block_size
 
-    def build(self, batch: StepBatch) -> StepInputs:
-        """Index arrays for ``batch``; its rows may come in any order."""
+    def build(self, batch: StepBatch, last_tokens: mx.array | None = None) -> StepInputs:
+        """Index arrays for ``batch``; its rows may come in any order.
+
+        ``last_tokens`` int32 ``[slots]``: the token sampled last in each slot, for rows whose token is in flight.
+        """
         tables = [self._table(row) for row in batch.rows]
         decodes = [table for table in tables if table.row.num_tokens == 1]
         runs, shared = _split(decodes, lambda table: table.end > _LONGEST_SHARED and table.side_by_side)
@@ -133,7 +138,7 @@ class InputBuilder:
         pool_rows = np.concatenate([self._pool_rows(table, at) for table, at in zip(ordered, positions, strict=True)])
         head_rows = [end - 1 for row, end in zip(rows, ends, strict=True) if row.samples]
         return StepInputs(
-            tokens=mx.array(np.concatenate([_tokens_of(row) for row in rows]))[:, None],
+            tokens=_tokens(rows, last_tokens)[:, None],
             positions=mx.array(np.concatenate(positions).astype(np.int32)),
             plans={kind: self._plan(kind, runs, shared, chunks, pool_rows) for kind in self._kinds},
             sampling_rows=tuple(row for row in rows if row.samples),
@@ -179,6 +184,8 @@ class InputBuilder:
         return Run(int(table.blocks[0]) * self._block_size + first_position, table.end - first_position)
 
     def _shared_part(self, kind: LayerKind, tables: Sequence[_Table], num_blocks: int, first: int) -> DecodePart:
+        if len(tables) == 1 and tables[0].side_by_side:
+            return DecodePart(first, 1, self._run(tables[0], _first_seen(tables[0], kind)))
         size = self._block_size
         blocks = np.full((len(tables), num_blocks), self._null_block, dtype=np.int64)
         seen = np.empty((len(tables), 2), dtype=np.int64)
@@ -236,7 +243,19 @@ def _first_seen(table: _Table, kind: LayerKind) -> int:
     return max(0, table.end - kind.window) if kind.window else 0
 
 
+def _tokens(rows: Sequence[BatchRow], last_tokens: mx.array | None) -> mx.array:
+    known = mx.array(np.concatenate([_tokens_of(row) for row in rows]))
+    waiting = [row.slot for row in rows if len(row.token_ids) == row.start]
+    if not waiting:
+        return known
+    assert last_tokens is not None, "a row's token is not known to the host"
+    slots = mx.array(np.repeat([row.slot for row in rows], [row.num_tokens for row in rows]).astype(np.int32))
+    return mx.where(known == _IN_FLIGHT, last_tokens[slots], known)
+
+
 def _tokens_of(row: BatchRow) -> npt.NDArray[np.int32]:
     tokens = row.token_ids[row.start : row.start + row.num_tokens]
-    assert len(tokens) == row.num_tokens, f"{row.request_id}: a token of this step is not known to the host"
+    if not tokens and row.num_tokens == 1:
+        tokens = [_IN_FLIGHT]
+    assert len(tokens) == row.num_tokens, f"{row.request_id}: a token of this chunk is not known to the host"
     return np.array(tokens, dtype=np.int32)

@@ -13,14 +13,16 @@ from collections.abc import Sequence
 from typing import Literal
 
 import mlx.core as mx
+import numpy as np
 
-from engine.batch import StepBatch, StepOutput
+from engine.batch import BatchRow, StepBatch, StepOutput
 from engine.interfaces import ModelFacts
 from engine.mlx_backend.activations import measure_activation_bytes
 from engine.mlx_backend.loaded_model import LoadedModel
 from engine.mlx_backend.packed_model import PackedModel
 from engine.mlx_backend.row_guides import RowGuides
 from engine.mlx_backend.sampler import Sampler, Samples
+from engine.mlx_backend.step_clock import StepClock
 
 __all__ = ["KvDtype", "MlxModelRunner", "measure_activation_bytes", "resolve_kv_dtype"]
 
@@ -28,27 +30,27 @@ KvDtype = Literal["auto", "float32", "float16", "bfloat16"]
 
 
 class _PendingStep:
-    """A step whose values are on their way."""
+    """A step whose values are on their way. Holds no pool array: that would make the next step copy the pool."""
 
     def __init__(
-        self, step_index: int, samples: Samples | None, waits_for: list[mx.array], tainted_blocks: set[int]
+        self, step_index: int, samples: Samples | None, done: mx.array, clock: StepClock, tainted_blocks: set[int]
     ) -> None:
         self._step_index = step_index
         self._samples = samples
-        self._waits_for = waits_for
+        self._done = done
+        self._clock = clock
         self._tainted_blocks = tainted_blocks
-        self._started_s = time.perf_counter()
+        self._launched_s = time.perf_counter()
 
     def result(self) -> StepOutput:
         """Wait for the step. Raises what its computation raised."""
-        mx.eval(self._waits_for)
-        self._waits_for = []  # a held pool array would make the next step copy the whole pool
+        mx.eval(self._done)
         tokens, failures = self._samples.read() if self._samples is not None else ({}, {})
         if self._samples is not None and failures:
             self._tainted_blocks.update(
                 block for row in self._samples.rows if row.request_id in failures for block in row.block_ids
             )
-        return StepOutput(self._step_index, tokens, time.perf_counter() - self._started_s, failures)
+        return StepOutput(self._step_index, tokens, self._clock.elapsed_s(self._launched_s), failures)
 
 
 class MlxModelRunner:
@@ -80,8 +82,11 @@ class MlxModelRunner:
         self._tainted_blocks: set[int] = set()
         self._guides = RowGuides(loaded.grammars)
         self._sampler = Sampler(
-            slots, loaded.facts.vocab_size, host_may_wait=self.max_steps_in_flight == 1, guides=self._guides
+            slots, loaded.facts.vocab_size, host_may_wait=loaded.backend == "cpu", guides=self._guides
         )
+        self._last_tokens = mx.zeros((slots,), mx.int32)
+        self._clock = StepClock()
+        self._chunk_in_flight = False
 
     @property
     def facts(self) -> ModelFacts:
@@ -90,8 +95,9 @@ class MlxModelRunner:
 
     @property
     def max_steps_in_flight(self) -> int:
-        """One: pools are written by indexed assignment, which is in place only between evaluated steps."""
-        return 1
+        """Two, so that a decode step is prepared while another computes; one while a prompt chunk computes, so that a
+        request that arrives then need not wait for two long steps."""
+        return 1 if self._chunk_in_flight else 2
 
     def launch(self, batch: StepBatch) -> _PendingStep:
         """Build the step and start it."""
@@ -100,12 +106,20 @@ class MlxModelRunner:
         if batch.block_copies:
             model.copy_blocks(batch.block_copies)
         self._clear_tainted_blocks(model, batch)
-        step = model.inputs.build(batch)
+        step = model.inputs.build(batch, self._last_tokens)
         logits = model.forward(step)
-        samples = self._sampler.sample(logits, step.sampling_rows) if step.sampling_rows else None
-        waits_for = model.state() + self._sampler.state() + (samples.arrays() if samples is not None else [])
-        mx.async_eval(waits_for)  # type: ignore[no-untyped-call]
-        return _PendingStep(batch.step_index, samples, waits_for, self._tainted_blocks)
+        samples = self._sample(logits, step.sampling_rows) if step.sampling_rows else None
+        done = samples.tokens if samples is not None else model.marker()
+        produced = samples.arrays() if samples is not None else [done]
+        mx.async_eval([*model.state(), *self._sampler.state(), self._last_tokens, *produced])  # type: ignore[no-untyped-call]
+        self._chunk_in_flight = any(row.num_tokens > 1 for row in batch.rows)
+        return _PendingStep(batch.step_index, samples, done, self._clock, self._tainted_blocks)
+
+    def _sample(self, logits: mx.array, rows: tuple[BatchRow, ...]) -> Samples:
+        slots = mx.array(np.array([row.slot for row in rows], dtype=np.int32))
+        samples = self._sampler.sample(logits, rows, self._last_tokens[slots])
+        self._last_tokens[slots] = samples.tokens.astype(mx.int32)
+        return samples
 
     def release(self, request_ids: Sequence[str]) -> None:
         """Forget what is held for requests that finished or were preempted."""

@@ -82,12 +82,15 @@ class Sampler:
         self._host_may_wait = host_may_wait
         self._history = TokenHistory(num_slots, vocab_size_tokens)
 
-    def sample(self, logits: mx.array, rows: tuple[BatchRow, ...]) -> Samples:
-        """Choose from ``logits`` ``[R, V]`` for ``rows``, lazily."""
+    def sample(self, logits: mx.array, rows: tuple[BatchRow, ...], newest: mx.array | None = None) -> Samples:
+        """Choose from ``logits`` ``[R, V]`` for ``rows``, lazily.
+
+        ``newest`` int32 ``[R]``: each row's newest token, for rows whose newest token the host does not know yet.
+        """
         raw = logits.astype(mx.float32)
         total = mx.sum(raw, axis=-1)
         broken = mx.isnan(total) | (total == mx.inf)  # -inf alone is a masked token, which is in order
-        adjusted, failures = self._guides.constrain(self._adjust(raw, rows), tuple(enumerate(rows)))
+        adjusted, failures = self._guides.constrain(self._adjust(raw, rows, newest), tuple(enumerate(rows)))
         tokens = mx.argmax(adjusted, axis=-1)
         drawing = [i for i, row in enumerate(rows) if not row.sampling.greedy]
         if drawing:
@@ -104,13 +107,15 @@ class Sampler:
         """Arrays that live on into the next step."""
         return self._history.state()
 
-    def _adjust(self, logits: mx.array, rows: Sequence[BatchRow]) -> mx.array:
+    def _adjust(self, logits: mx.array, rows: Sequence[BatchRow], newest: mx.array | None) -> mx.array:
         places = [i for i, row in enumerate(rows) if is_adjusted(row.sampling)]
         if not places:
             return logits
         at = _index(places)
         changed = mx.array(logits)
-        changed[at] = adjust(logits[at], [rows[i] for i in places], self._history)
+        changed[at] = adjust(
+            logits[at], [rows[i] for i in places], self._history, None if newest is None else newest[at]
+        )
         return changed
 
     def _draw(self, logits: mx.array, rows: Sequence[BatchRow]) -> mx.array:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from engine.batch import BatchRow, BlockCopy, SampledToken, StepBatch, StepOutput
-from engine.interfaces import ModelRunner
+from engine.interfaces import ModelRunner, PendingStep
 from engine.request import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -23,6 +23,8 @@ class Sequence:
     seed: int = 0
     num_prompt_tokens: int = 0
     num_computed: int = 0
+    num_in_flight: int = 0
+    slot: int = -1
     block_ids: list[int] = field(default_factory=list)
     sampled: list[SampledToken] = field(default_factory=list)
 
@@ -45,15 +47,18 @@ class Driver:
         self.free = list(range(num_blocks - 1, -1, -1))
         if shuffled:
             random.Random(seed).shuffle(self.free)
+        self.free_slots = list(range(64))
         self.num_steps = 0
 
     def row(self, sequence: Sequence, num_tokens: int) -> BatchRow:
         end = sequence.num_computed + num_tokens
+        if sequence.slot < 0:
+            sequence.slot = self.free_slots.pop(0)
         while len(sequence.block_ids) * self.block_size < end:
             sequence.block_ids.append(self.free.pop())
         return BatchRow(
             request_id=sequence.request_id,
-            slot=0,
+            slot=sequence.slot,
             start=sequence.num_computed,
             num_tokens=num_tokens,
             token_ids=sequence.token_ids,
@@ -61,29 +66,53 @@ class Driver:
             num_prompt_tokens=sequence.num_prompt_tokens,
             sampling=sequence.sampling,
             seed=sequence.seed,
-            samples=end == len(sequence.token_ids),
-            output_index=len(sequence.output),
+            samples=end == len(sequence.token_ids) + sequence.num_in_flight,
+            output_index=len(sequence.output) + sequence.num_in_flight,
         )
 
     def step(self, work: Iterable[tuple[Sequence, int]], copies: tuple[BlockCopy, ...] = ()) -> StepOutput:
         """Run one step; ``work`` says how many tokens of which sequence."""
         work = list(work)
+        return self.read(self.launch(work, copies), [sequence for sequence, _ in work])
+
+    def launch(self, work: Iterable[tuple[Sequence, int]], copies: tuple[BlockCopy, ...] = ()) -> PendingStep:
+        """Start one step; the tokens that it samples count as in flight until they are read."""
+        work = list(work)
         batch = StepBatch(self.num_steps, tuple(self.row(sequence, count) for sequence, count in work), copies)
-        output = self.runner.launch(batch).result()
         self.num_steps += 1
-        for sequence, count in work:
+        pending = self.runner.launch(batch)
+        for row, (sequence, count) in zip(batch.rows, work, strict=True):
             sequence.num_computed += count
+            sequence.num_in_flight += row.samples
+        return pending
+
+    def read(self, pending: PendingStep, sequences: Iterable[Sequence]) -> StepOutput:
+        """Take a step's tokens."""
+        output = pending.result()
+        for sequence in sequences:
             if sequence.request_id in output.tokens:
                 token = output.tokens[sequence.request_id]
                 sequence.sampled.append(token)
                 sequence.token_ids.append(token.token_id)
+                sequence.num_in_flight -= 1
         return output
+
+    def decode_overlapped(self, sequences: list[Sequence], num_steps: int) -> None:
+        """Decode steps of all sequences, each started before the one before it is read."""
+        before = self.launch([(sequence, 1) for sequence in sequences])
+        for _ in range(num_steps - 1):
+            after = self.launch([(sequence, 1) for sequence in sequences])
+            self.read(before, sequences)
+            before = after
+        self.read(before, sequences)
 
     def finish(self, sequence: Sequence) -> None:
         """Give the blocks back and let the runner forget the request."""
         self.free[:0] = sequence.block_ids
         sequence.block_ids = []
         sequence.num_computed = 0
+        self.free_slots.insert(0, sequence.slot)
+        sequence.slot = -1
         self.runner.release([sequence.request_id])
 
     def generate(

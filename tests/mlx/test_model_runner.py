@@ -155,7 +155,51 @@ def test_a_chunk_that_does_not_sample_returns_no_token() -> None:
     assert output.elapsed_s > 0
 
 
-def test_steps_write_the_pool_in_place() -> None:
+OVERLAPPED = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.0, repetition_penalty=1.4, frequency_penalty=0.5),
+    SamplingParams(temperature=1.0, top_p=0.9),
+    SamplingParams(temperature=0.0, num_logprobs=2),
+    SamplingParams(temperature=0.8, presence_penalty=1.0, logit_bias=((5, 2.0),), num_logprobs=0),
+)
+
+
+def test_overlapped_steps_sample_the_same_tokens() -> None:
+    loaded = tiny_model()
+    prompts = random_prompts(len(OVERLAPPED), 40)
+    results = []
+    for overlapped in (False, True):
+        runner = make_runner(loaded)
+        driver = Driver(runner, NUM_BLOCKS, BLOCK_SIZE)
+        sequences = [
+            Sequence(str(i), list(prompt), params, seed=i)
+            for i, (prompt, params) in enumerate(zip(prompts, OVERLAPPED, strict=True))
+        ]
+        driver.step([(s, len(s.token_ids)) for s in sequences])
+        if overlapped:
+            driver.decode_overlapped(sequences, 12)
+        else:
+            for _ in range(12):
+                driver.step([(s, 1) for s in sequences])
+        results.append([s.output for s in sequences])
+        runner.close()
+    assert results[0] == results[1]
+    assert {len(output) for output in results[0]} == {13}
+
+
+def test_decode_steps_overlap_and_chunks_do_not() -> None:
+    runner = make_runner(tiny_model())
+    driver = Driver(runner, NUM_BLOCKS, BLOCK_SIZE)
+    sequence = Sequence("a", list(range(20)))
+    assert runner.max_steps_in_flight == 2
+    driver.step([(sequence, 20)])
+    assert runner.max_steps_in_flight == 1
+    driver.step([(sequence, 1)])
+    assert runner.max_steps_in_flight == 2
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_steps_write_the_pool_in_place(overlapped: bool) -> None:
     loaded = tiny_model()
     num_blocks = 40_000
     runner = make_runner(loaded, num_blocks=num_blocks)
@@ -165,8 +209,11 @@ def test_steps_write_the_pool_in_place() -> None:
     driver.step([(s, 19) for s in sequences])
     before_bytes = mx.get_active_memory()
     mx.reset_peak_memory()
-    for _ in range(40):
-        driver.step([(s, 1) for s in sequences])
+    if overlapped:
+        driver.decode_overlapped(sequences, 40)
+    else:
+        for _ in range(40):
+            driver.step([(s, 1) for s in sequences])
     assert mx.get_peak_memory() - before_bytes < pool_bytes / (2 * loaded.facts.num_layers) / 10
     assert mx.get_active_memory() - before_bytes < 1e6
     runner.close()
