@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
 import platform
 import shutil
 import sys
@@ -71,12 +70,20 @@ def choose_backend(asked: str) -> Backend:
 def use_backend(backend: Backend) -> None:
     """Make ``backend`` the default device of the calling thread's work and set what it wants process-wide."""
     mx.set_default_device(mx.Device(mx.cpu if backend == "cpu" else mx.gpu, 0))
+    if backend == "cpu" and sys.platform == "linux":
+        _keep_freed_memory()
+
+
+def shortcomings(backend: Backend) -> tuple[str, ...]:
+    """Why ``backend`` is slower here than it could be, in sentences for the status."""
     if backend != "cpu" or sys.platform != "linux":
-        return
-    _keep_freed_memory()
-    if not any(shutil.which(name) for name in (os.environ.get("CXX", ""), "g++")):
-        # MLX builds fused kernels with the C++ compiler at run time on Linux, and fails the step without one.
-        mx.disable_compile()
+        return ()
+    found = []
+    if not (state := blas.load()).optimised:
+        found.append(f"Matrix products run on MLX's reference BLAS, some twenty times slower: {state.detail}.")
+    if shutil.which("g++") is None:
+        found.append("Fused kernels are off: MLX builds them with g++, which is not installed.")
+    return tuple(found)
 
 
 @functools.cache

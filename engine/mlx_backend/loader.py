@@ -18,7 +18,7 @@ from mlx.utils import tree_flatten
 from engine.errors import ConfigError, UnsupportedModelError
 from engine.interfaces import ModelFacts
 from engine.mlx_backend.dense import make_dense
-from engine.mlx_backend.device import Backend, choose_backend, device_facts, use_backend
+from engine.mlx_backend.device import Backend, choose_backend, device_facts, shortcomings, use_backend
 from engine.mlx_backend.gguf import read_gguf
 from engine.mlx_backend.loaded_model import LoadedModel
 from engine.mlx_backend.mlx_lm_parts import KVCache, Model, RotatingKVCache, make_prompt_cache
@@ -49,7 +49,9 @@ def load_model(
     chosen = choose_backend(backend)
     use_backend(chosen)
     model, config, notes = _load(source, chosen)
-    loaded = describe_model(model, config, source, chosen, max_model_len, notes)
+    if parity == "off":
+        notes += ("Whether packed steps give mlx-lm's results was not checked (`parity: off`).",)
+    loaded = describe_model(model, config, source, chosen, max_model_len, shortcomings(chosen) + notes)
     if parity == "check":
         check_parity(loaded)
     return loaded
