@@ -7,6 +7,7 @@ Must not know: HTTP, or how an engine is built; the engine's own keys are ``engi
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,6 +25,7 @@ from engine.config import (
     read_yaml_mapping,
 )
 from engine.errors import ConfigError
+from serve_app.keys import ApiKey, read_keys
 
 APP_NAME = "metalslots"
 INGRESS_NAME = "Ingress"
@@ -76,13 +78,17 @@ class ModelConfig(_Section):
 
 
 class IngressConfig(_Section):
-    """The HTTP side. ``keep_alive_s``: silence after which a waiting stream gets a comment line."""
+    """The HTTP side. ``keep_alive_s``: silence after which a waiting stream gets a comment line.
+
+    ``cors_origins``: web pages of these origins ("*": of all) may ask from a browser; none may by default.
+    """
 
     replicas: int = Field(default=1, ge=1)
     num_cpus: float = Field(default=0.25, ge=0)
     max_ongoing_requests: int = Field(default=1000, ge=1)
     keep_alive_s: float = Field(default=10.0, gt=0)
     status_timeout_s: float = Field(default=2.0, gt=0)
+    cors_origins: tuple[str, ...] = ()
 
 
 class ReplicaConfig(_Section):
@@ -110,7 +116,10 @@ class LimitsConfig(_Section):
 
 
 class AppConfig(_Section):
-    """Everything that is deployed together. Unknown keys are refused with the closest known one."""
+    """Everything that is deployed together. Unknown keys are refused with the closest known one.
+
+    ``keys_file``: who may ask; ``keys`` are read from it. Without keys only this machine itself may.
+    """
 
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=1, le=65535)
@@ -118,6 +127,8 @@ class AppConfig(_Section):
     ingress: IngressConfig = IngressConfig()
     replica: ReplicaConfig = ReplicaConfig()
     limits: LimitsConfig = LimitsConfig()
+    keys_file: str | None = None
+    keys: tuple[ApiKey, ...] = ()
 
     @property
     def engines(self) -> tuple[EngineConfig, ...]:
@@ -136,10 +147,14 @@ def load_app_config(values: Mapping[str, Any], folder: Path = Path()) -> AppConf
         raise ConfigError(f"`models` is {entries!r}.", "write a list, one entry for each model")
     models = tuple(_load_model(entry, f"models.{index}", folder) for index, entry in enumerate(entries))
     _require_distinct_names(models)
+    keys_file = values.get("keys_file")
+    keys = read_keys(folder / keys_file) if isinstance(keys_file, str) else ()
     try:
-        return AppConfig.model_validate({**values, "models": models})
+        config = AppConfig.model_validate({**_with_tuples(values), "models": models, "keys": keys})
     except ValidationError as error:
         raise describe_validation_error(error, AppConfig) from error
+    _require_keys_beyond_loopback(config)
+    return config
 
 
 def read_app_config(path: Path) -> AppConfig:
@@ -181,6 +196,30 @@ def _require_distinct_names(models: tuple[ModelConfig, ...]) -> None:
             if name in seen:
                 raise ConfigError(f"Two models are called `{name}`.", "give one of them another `name`")
             seen.add(name)
+
+
+def _with_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
+    """YAML has lists only; the configuration is frozen all through."""
+    ingress = values.get("ingress")
+    if not (isinstance(ingress, Mapping) and isinstance(ingress.get("cors_origins"), list)):
+        return dict(values)
+    return {**values, "ingress": {**ingress, "cors_origins": tuple(ingress["cors_origins"])}}
+
+
+def _require_keys_beyond_loopback(config: AppConfig) -> None:
+    if config.keys or _is_loopback(config.host):
+        return
+    raise ConfigError(
+        f"`host` is {config.host}, which others can reach, and there are no API keys.",
+        "make one with `metalslots keys add NAME` and name its file in `keys_file`, or keep `host: 127.0.0.1`",
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _short_hash(text: str) -> str:

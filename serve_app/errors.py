@@ -63,6 +63,18 @@ class UnauthorizedError(ServeAppError):
     """The key is missing or wrong."""
 
 
+class RateLimitError(ServeAppError):
+    """A key has used up one of its limits; ``retry_after_s`` is when it may ask again."""
+
+    def __init__(self, what: str, limit: int, retry_after_s: float) -> None:
+        super().__init__(what, limit, retry_after_s)
+        self.retry_after_s = retry_after_s
+
+    @property
+    def message(self) -> str:
+        return f"This key is limited to {self.args[1]} {self.args[0]}. Try again in {self.retry_after_s:.0f} s."
+
+
 class RequestTooLargeError(ServeAppError):
     """The body is larger than allowed."""
 
@@ -116,6 +128,7 @@ TABLE: dict[str, _Row] = {
     "serve_app.errors.MethodNotAllowedError": _Row(405, INVALID_REQUEST, "method_not_allowed"),
     "serve_app.errors.RequestTooLargeError": _Row(413, INVALID_REQUEST, "request_too_large"),
     # Right request, wrong moment.
+    "serve_app.errors.RateLimitError": _Row(429, "rate_limit_error", "rate_limit_exceeded"),
     "engine.errors.AdmissionRefusedError": _Row(429, "rate_limit_error", "queue_full"),
     "ray.serve.exceptions.BackPressureError": _Row(429, "rate_limit_error", "queue_full", 5.0),
     "serve_app.errors.NoReplicaError": _Row(503, SERVER_ERROR, "no_replica", 5.0),

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
@@ -174,6 +174,7 @@ def make_core(
     num_blocks: int = 256,
     max_waiting_requests: int = 64,
     clock: Callable[[], float] = time.monotonic,
+    prefix_cache: Literal["shared", "per-user", "off"] = "shared",
 ) -> EngineCore:
     """A core with the real scheduler and, unless one is given, a chain runner."""
     runner = runner or ChainRunner()
@@ -184,6 +185,7 @@ def make_core(
         max_model_len=runner.facts.max_model_len,
         eos_token_ids=runner.facts.eos_token_ids,
         max_waiting_requests=max_waiting_requests,
+        prefix_cache=prefix_cache,
         max_steps_in_flight=runner.max_steps_in_flight,
     )
     return EngineCore(Scheduler(config), runner, clock, slots_asked=str(slots))

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 from starlette.types import ASGIApp, Message
@@ -199,8 +200,8 @@ class Client:
 
 def client_of(fleet: Any, **settings: Any) -> Client:
     """A client of the application over ``fleet``."""
-    values = {name: settings.get(name, getattr(SETTINGS, name)) for name in HttpSettings.__slots__}
-    return Client(build_http_app(fleet, HttpSettings(**values)))
+    book = settings.pop("book", None)
+    return Client(build_http_app(fleet, replace(SETTINGS, **settings), book))
 
 
 def said(*texts: str, finish_reason: str = "stop") -> tuple[Deltas, ...]:

@@ -63,7 +63,7 @@ def _in_thread(start: Callable[[], Any]) -> _Outcome:
     return outcome
 
 
-def ask(url: str, model: str, question: str) -> str:
+def ask(url: str, model: str, question: str, key: str = "") -> str:
     """Send one chat request as any client would and return the answer. Raises CommandFailedError."""
     body = {
         "model": model,
@@ -72,7 +72,13 @@ def ask(url: str, model: str, question: str) -> str:
         "temperature": 0,
     }
     try:
-        response = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=QUESTION_TIMEOUT_S, trust_env=False)
+        response = httpx.post(
+            f"{url}/v1/chat/completions",
+            json=body,
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            timeout=QUESTION_TIMEOUT_S,
+            trust_env=False,
+        )
         response.raise_for_status()
         return str(response.json()["choices"][0]["message"]["content"]).strip()
     except httpx.HTTPStatusError as error:

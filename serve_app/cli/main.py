@@ -6,6 +6,7 @@ import typer
 
 from serve_app.cli.bench import app as bench_app
 from serve_app.cli.doctor import doctor
+from serve_app.cli.keys import app as keys_app
 from serve_app.cli.models import app as models_app
 from serve_app.cli.plan import app as plan_app
 from serve_app.cli.serve import serve
@@ -23,6 +24,7 @@ app = typer.Typer(
 app.command("serve")(serve)
 app.command("status")(status)
 app.command("doctor")(doctor)
+app.add_typer(keys_app, name="keys")
 app.add_typer(models_app, name="models")
 app.add_typer(bench_app, name="bench")
 app.add_typer(plan_app, name="plan")

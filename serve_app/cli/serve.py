@@ -22,6 +22,7 @@ from serve_app.cli.local_ray import LocalRay
 from serve_app.cli.serve_checks import check_disk, check_port
 from serve_app.cli.serve_settings import ServeOptions, app_settings
 from serve_app.config import AppConfig
+from serve_app.keys import own_key
 
 QUESTION = "What is the capital of France?"
 WATCH_PERIOD_S = 1.0
@@ -95,6 +96,10 @@ def _say_where(settings: AppConfig, sources: list[ModelSource], ray: LocalRay) -
 
 
 def _start(settings: AppConfig, ray: LocalRay) -> None:
+    key = ""
+    if settings.keys:
+        own, key = own_key()
+        settings = settings.model_copy(update={"keys": (*settings.keys, own)})
     with progress("starting Ray") as update:
         ray.start()
         # Only now: Ray reads its environment when it is first imported, and `start` has set it.
@@ -104,7 +109,7 @@ def _start(settings: AppConfig, ray: LocalRay) -> None:
         deploy(lambda: run_app(settings), update, ray.log_folder)
         update("asking one question", None)
         url = f"http://{settings.host}:{settings.port}"
-        answer = ask(url, settings.models[0].name, QUESTION)
+        answer = ask(url, settings.models[0].name, QUESTION, key)
     out.print(f"\n[bold]{QUESTION}[/]\n{answer}\n", soft_wrap=True)
     out.print(f"ready: [bold]{url}/v1[/] (OpenAI API), {url}/status. Ctrl-C stops it.", soft_wrap=True)
 

@@ -15,6 +15,7 @@ from engine.errors import ConfigError
 from serve_app.config import AppConfig, load_app_config, read_app_config
 
 DEFAULT_SLOTS = "4"
+DEFAULT_KEYS_FILE = "configs/keys.yaml"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ def app_settings(options: ServeOptions) -> AppConfig:
     app_options = _given(host=options.host, port=options.port)
     if options.config is None:
         engine = {"slots": DEFAULT_SLOTS, **engine_options}
-        return load_app_config({"models": [{"engine": engine}], **app_options})
+        return load_app_config({"models": [{"engine": engine}], "keys_file": DEFAULT_KEYS_FILE, **app_options})
     settings = read_app_config(options.config)
     values = settings.model_dump()
     values.update(app_options)

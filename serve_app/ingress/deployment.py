@@ -13,6 +13,7 @@ from ray import serve
 from starlette.types import ASGIApp
 
 from serve_app.config import AppConfig
+from serve_app.ingress.auth import KeyBook
 from serve_app.ingress.fleet import ServedModel, ServeFleet
 from serve_app.ingress.http_app import HttpSettings, build_http_app
 
@@ -30,9 +31,14 @@ class Ingress:
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         limits = self._config.limits
-        settings = HttpSettings(limits.max_body_bytes, limits.request_timeout_s, self._config.ingress.keep_alive_s)
+        settings = HttpSettings(
+            limits.max_body_bytes,
+            limits.request_timeout_s,
+            self._config.ingress.keep_alive_s,
+            self._config.ingress.cors_origins,
+        )
         # Serve puts plain-text error handlers of its own into an application that has a place for them; this has none.
-        return build_http_app(self._fleet, settings)
+        return build_http_app(self._fleet, settings, KeyBook(self._config.keys))
 
     def deployments(self) -> dict[str, str]:
         """Return the deployment of each model by name and alias, for callers that come by handle and not by HTTP."""

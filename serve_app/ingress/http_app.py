@@ -15,12 +15,14 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from engine.errors import EngineError
 from serve_app import errors
 from serve_app.ingress.answers import AnswerHead, AnswerShape, ChatShape, CompletionShape
+from serve_app.ingress.auth import KeyBook, KeyGuard, account_in
 from serve_app.ingress.body_limit import BodyLimit
 from serve_app.ingress.fleet import Fleet, ServedModel, find_model
 from serve_app.ingress.openai_types import ChatCompletionRequest, CompletionRequest, GenerationRequest
@@ -39,6 +41,7 @@ class HttpSettings:
     max_body_bytes: int
     request_timeout_s: float
     keep_alive_s: float
+    cors_origins: tuple[str, ...] = ()
 
 
 class ErrorObject(BaseModel):
@@ -56,8 +59,9 @@ class ErrorBody(BaseModel):
     error: ErrorObject
 
 
-def build_http_app(fleet: Fleet, settings: HttpSettings) -> ASGIApp:
-    """Return the application."""
+def build_http_app(fleet: Fleet, settings: HttpSettings, book: KeyBook | None = None) -> ASGIApp:
+    """Return the application. Without ``book``, or with an empty one, it asks for no keys."""
+    book = book or KeyBook(())
     app = FastAPI(
         title="metalslots",
         docs_url=None,
@@ -68,8 +72,18 @@ def build_http_app(fleet: Fleet, settings: HttpSettings) -> ASGIApp:
     _add_error_handlers(app)
     _add_generation(app, fleet, settings)
     _add_models(app, fleet)
-    _add_status(app, fleet)
-    return BodyLimit(app, settings.max_body_bytes)
+    _add_status(app, fleet, book)
+    guarded: ASGIApp = KeyGuard(BodyLimit(app, settings.max_body_bytes), book)
+    if settings.cors_origins:
+        # Outermost: a browser asks whether it may ask before it sends any key.
+        guarded = CORSMiddleware(
+            guarded,
+            allow_origins=settings.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "x-queue-ms", "x-ttft-ms", "retry-after"],
+        )
+    return guarded
 
 
 def _add_generation(app: FastAPI, fleet: Fleet, settings: HttpSettings) -> None:
@@ -80,12 +94,15 @@ def _add_generation(app: FastAPI, fleet: Fleet, settings: HttpSettings) -> None:
         return kind(call, fleet.open, shape, limits)
 
     def context(request: Request, prefix: str, model: str) -> CallContext:
+        account = account_in(request.scope)
         return CallContext(
             request_id=f"{prefix}-{uuid.uuid4().hex}",
             model=find_model(fleet, model).name,
             timeout_s=settings.request_timeout_s,
             session_key=_header(request, "x-session-id"),
             client_request_id=_header(request, "x-request-id"),
+            user=account.key.name if account else "",
+            priority=account.key.priority if account else 0,
         )
 
     @app.post("/v1/chat/completions", response_class=Response)
@@ -110,7 +127,7 @@ def _add_models(app: FastAPI, fleet: Fleet) -> None:
         return _model_object(find_model(fleet, name))
 
 
-def _add_status(app: FastAPI, fleet: Fleet) -> None:
+def _add_status(app: FastAPI, fleet: Fleet, book: KeyBook) -> None:
     @app.get("/health")
     async def health() -> JSONResponse:
         """200 when at least one replica would compute a request now."""
@@ -127,6 +144,7 @@ def _add_status(app: FastAPI, fleet: Fleet) -> None:
         return {
             "models": [{"name": model.name, "aliases": list(model.aliases)} for model in fleet.models],
             "replicas": [asdict(replica) for replica in await fleet.statuses()],
+            "keys": book.usage,
         }
 
 

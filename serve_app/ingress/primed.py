@@ -29,6 +29,8 @@ from serve_app.ingress.fleet import CallStream
 from serve_app.protocol import Deltas, GenerateCall, Timings
 
 T = TypeVar("T")
+# Where a request's scope may hold a function that is to see every message of its answer.
+NOTE_KEY = "metalslots.note"
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +61,7 @@ class PrimedResponse(Response, ABC):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, until the answer is complete or the client has left."""
-        answering = asyncio.create_task(self._answer(_Sender(send)))
+        answering = asyncio.create_task(self._answer(_Sender(send), scope.get(NOTE_KEY)))
         leaving = asyncio.create_task(_client_left(receive))
         try:
             await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -72,10 +74,10 @@ class PrimedResponse(Response, ABC):
     async def write(self, messages: AsyncIterator[Deltas], sender: _Sender) -> None:
         """Send the answer."""
 
-    async def _answer(self, sender: _Sender) -> None:
+    async def _answer(self, sender: _Sender, note: Callable[[Deltas], None] | None) -> None:
         try:
             async with asyncio.timeout(self._limits.timeout_s), self._open_call(self._call) as messages:
-                await self.write(messages, sender)
+                await self.write(_noting(messages, note) if note else messages, sender)
         except TimeoutError:
             await _fail(sender, answer_for(RequestTimeoutError(self._limits.timeout_s)))
         except Exception as error:
@@ -109,6 +111,12 @@ class WholeResponse(PrimedResponse):
         received = [message async for message in messages]
         body = json.dumps(self._shape.whole(received), ensure_ascii=False).encode("utf-8", "replace")
         await sender.whole(200, body, _timing_headers(received[-1].timings))
+
+
+async def _noting(messages: AsyncIterator[Deltas], note: Callable[[Deltas], None]) -> AsyncGenerator[Deltas, None]:
+    async for message in messages:
+        note(message)
+        yield message
 
 
 async def with_silences(items: AsyncIterator[T], silence_s: float) -> AsyncGenerator[T | None, None]:

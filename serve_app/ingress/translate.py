@@ -22,13 +22,18 @@ _SEED_RANGE = 2**63
 
 @dataclass(frozen=True, slots=True)
 class CallContext:
-    """What a call needs besides the body: its id, the served model's name, and what the headers said."""
+    """What a call needs besides the body: its id, the served model's name, and what the headers said.
+
+    ``user`` and ``priority`` are the key's; without keys the body may name the user.
+    """
 
     request_id: str
     model: str
     timeout_s: float
     session_key: str = ""
     client_request_id: str = ""
+    user: str = ""
+    priority: int = 0
 
 
 def chat_call(request: ChatCompletionRequest, context: CallContext) -> GenerateCall:
@@ -42,7 +47,8 @@ def chat_call(request: ChatCompletionRequest, context: CallContext) -> GenerateC
         max_tokens=request.max_completion_tokens or request.max_tokens,
         n=request.n or 1,
         stop=tuple(request.stop),
-        user=request.user or "",
+        user=context.user or request.user or "",
+        priority=context.priority,
         session_key=context.session_key or request.prompt_cache_key or request.user or "",
         timeout_s=context.timeout_s,
         client_request_id=context.client_request_id,
@@ -65,7 +71,8 @@ def completion_call(request: CompletionRequest, context: CallContext) -> Generat
         n=request.n or 1,
         stop=tuple(request.stop),
         echo=bool(request.echo),
-        user=request.user or "",
+        user=context.user or request.user or "",
+        priority=context.priority,
         session_key=context.session_key or request.user or "",
         timeout_s=context.timeout_s,
         client_request_id=context.client_request_id,
