@@ -81,6 +81,7 @@ class Admission:
 
     def admit(self, now_s: float) -> None:
         """Give slots to the waiting, and note what the head of the queue waits for."""
+        self._residency.forget_promises()
         while (reason := self._admit_next(now_s)) is None:
             pass
         self._waiting.clock.set_reason(reason, now_s)

@@ -35,6 +35,7 @@ class Residency:
         self._rows: list[Request | None] = [None] * config.slots
         self._free_slots = list(range(config.slots))
         self._released_ids: list[str] = []
+        self._num_blocks_promised: int | None = None
 
     @property
     def num_running(self) -> int:
@@ -58,21 +59,18 @@ class Residency:
         num_coming = min(request.max_tokens_total - request.num_tokens, self._config.admission_watermark_tokens)
         return max(request.num_tokens, request.num_tokens + num_coming - 1)
 
-    def num_blocks_promised(self) -> int:
-        """Blocks that running requests do not hold yet and were promised."""
-        size = self._config.block_size
-        return sum(
-            max(0, num_blocks_for(self.horizon_tokens(r), size) - len(r.table.block_ids))
-            for r in self._rows
-            if r is not None
-        )
+    def forget_promises(self) -> None:
+        """Everybody's horizon has moved on since the last admission: what was promised is to be counted anew."""
+        self._num_blocks_promised = None
 
     def fits(self, request: Request, hit: PrefixHit) -> bool:
         """Whether a request's tokens fit now, and its promise beside all the others'."""
+        if self._num_blocks_promised is None:
+            self._num_blocks_promised = sum(self._promise(other) for other in self.running())
         size = self._config.block_size
-        num_promised = num_blocks_for(self.horizon_tokens(request), size) - num_blocks_for(request.num_tokens, size)
-        taken = self.kv.num_blocks_taken(hit, request.num_tokens)
-        return taken + num_promised + self.num_blocks_promised() <= self.kv.pool.num_available
+        num_own = num_blocks_for(self.horizon_tokens(request), size) - num_blocks_for(request.num_tokens, size)
+        num_taken = self.kv.num_blocks_taken(hit, request.num_tokens)
+        return num_taken + num_own + self._num_blocks_promised <= self.kv.pool.num_available
 
     def enter(self, request: Request, hit: PrefixHit) -> None:
         """Give a request the lowest free slot, its prefix hit, and blocks for all of its known tokens."""
@@ -83,12 +81,16 @@ class Residency:
         request.num_computed_tokens = request.num_confirmed_tokens = hit.num_tokens
         # What the cache had costs the user nothing, nor does what is computed again.
         request.num_charged_tokens = max(request.num_charged_tokens, min(hit.num_tokens, request.num_prompt_tokens))
+        if self._num_blocks_promised is not None:
+            self._num_blocks_promised += self._promise(request)
         self.prefills.start(request)
         self._shares[request.user].num_in_slots += 1
         self.peak_running = max(self.peak_running, self.num_running)
 
     def leave(self, request: Request, now_s: float) -> None:
         """Take slot and blocks from a request. Blocks that a launched step may write to stay out of the pool."""
+        if self._num_blocks_promised is not None:
+            self._num_blocks_promised -= self._promise(request)
         dropped = self.prefills.stop(request)
         self._rows[request.slot] = None
         heapq.heappush(self._free_slots, request.slot)
@@ -153,6 +155,11 @@ class Residency:
         for request in self.running():
             for block_id in request.table.block_ids[request.num_confirmed_tokens // self._config.block_size :]:
                 assert tables[block_id] == 1, f"{request.request_id} writes to block {block_id}, which is shared"
+
+    def _promise(self, request: Request) -> int:
+        """Blocks that a running request does not hold yet and was promised."""
+        num_blocks = num_blocks_for(self.horizon_tokens(request), self._config.block_size)
+        return max(0, num_blocks - len(request.table.block_ids))
 
     def _return_blocks(self, request: Request) -> None:
         block_ids = self.kv.detach(request.table)
