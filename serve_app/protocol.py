@@ -56,6 +56,7 @@ class GenerateCall:
     ``client_request_id`` is the client's own name for the request, for logs only: ``request_id`` is ours and unique.
     ``template_variables`` are for the chat template; ``thinking_effort`` ("" is the model's own) and
     ``thinking_budget`` (tokens) bound what a model thinks before it answers. ``cache_salt`` keeps cached prompts apart.
+    ``count_only``: nothing is generated, the only message has the prompt's length.
     """
 
     request_id: str
@@ -78,6 +79,7 @@ class GenerateCall:
     thinking_effort: str = ""
     thinking_budget: int | None = None
     cache_salt: str = ""
+    count_only: bool = False
 
     @property
     def num_prompts(self) -> int:

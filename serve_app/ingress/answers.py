@@ -28,7 +28,15 @@ class AnswerHead:
 
 
 class AnswerShape(Protocol):
-    """How one endpoint writes its answers."""
+    """How one endpoint writes its answers.
+
+    ``named_events``: a stream's events have names, and the last one says that it is the last; otherwise [DONE] does.
+    """
+
+    @property
+    def named_events(self) -> bool:
+        """Whether events are named by their ``type``."""
+        ...
 
     def chunks(self, deltas: Deltas) -> Iterator[Json]:
         """Yield the chunks for one message, in order."""
@@ -80,6 +88,8 @@ def gather(messages: Sequence[Deltas]) -> tuple[dict[int, _Choice], Usage]:
 
 class ChatShape:
     """``chat.completion`` and ``chat.completion.chunk``."""
+
+    named_events = False
 
     def __init__(self, head: AnswerHead, logprobs: bool = False) -> None:
         self._head = head
@@ -133,6 +143,8 @@ class ChatShape:
 
 class CompletionShape:
     """``text_completion``, whole and as chunks."""
+
+    named_events = False
 
     def __init__(self, head: AnswerHead, logprobs: bool = False) -> None:
         self._head = head

@@ -131,10 +131,10 @@ class KeyGuard:
             if counted is not None:
                 counted.enter()
         except UnauthorizedError as error:
-            await error_response(error, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
+            await error_response(error, scope["path"], {"WWW-Authenticate": "Bearer"})(scope, receive, send)
             return
         except RateLimitError as error:
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope["path"])(scope, receive, send)
             return
         scope[_SCOPE_KEY] = account
         if account is not None:

@@ -24,7 +24,7 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        too_large = error_response(RequestTooLargeError(self._max_body_bytes))
+        too_large = error_response(RequestTooLargeError(self._max_body_bytes), scope["path"])
         declared = Headers(scope=scope).get("content-length", "")
         if declared.isascii() and declared.isdigit() and int(declared) > self._max_body_bytes:
             await too_large(scope, receive, send)

@@ -1,12 +1,11 @@
 """The HTTP application: addresses, and errors in OpenAI's shape for all of them.
 
-Owns: routes and what each takes from headers. Must not know: Ray. Bodies are checked by FastAPI against openai_types.
+Owns: the application's parts and their order, errors, models and status. Must not know: Ray. Bodies are checked by
+FastAPI against the request models.
 """
 
 from __future__ import annotations
 
-import time
-import uuid
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,17 +20,12 @@ from starlette.types import ASGIApp
 
 from engine.errors import EngineError
 from serve_app import errors
-from serve_app.ingress.answers import AnswerHead, AnswerShape, ChatShape, CompletionShape
-from serve_app.ingress.auth import KeyBook, KeyGuard, account_in
+from serve_app.ingress.auth import KeyBook, KeyGuard
 from serve_app.ingress.body_limit import BodyLimit
 from serve_app.ingress.fleet import Fleet, ServedModel, find_model
-from serve_app.ingress.openai_types import ChatCompletionRequest, CompletionRequest, GenerationRequest
-from serve_app.ingress.primed import ResponseLimits, StreamedResponse, WholeResponse, error_response
-from serve_app.ingress.translate import CallContext, chat_call, completion_call
+from serve_app.ingress.generation_routes import Generation, add_anthropic_routes, add_openai_routes
+from serve_app.ingress.primed import ResponseLimits, error_response
 from serve_app.ingress.validation import explain
-from serve_app.protocol import GenerateCall
-
-MAX_HEADER_CHARACTERS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +64,9 @@ def build_http_app(fleet: Fleet, settings: HttpSettings, book: KeyBook | None = 
         responses={"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}},
     )
     _add_error_handlers(app)
-    _add_generation(app, fleet, settings)
+    generation = Generation(fleet, ResponseLimits(settings.request_timeout_s, settings.keep_alive_s))
+    add_openai_routes(app, generation, fleet)
+    add_anthropic_routes(app, generation)
     _add_models(app, fleet)
     _add_status(app, fleet, book)
     guarded: ASGIApp = KeyGuard(BodyLimit(app, settings.max_body_bytes), book)
@@ -84,36 +80,6 @@ def build_http_app(fleet: Fleet, settings: HttpSettings, book: KeyBook | None = 
             expose_headers=["x-request-id", "x-queue-ms", "x-ttft-ms", "retry-after"],
         )
     return guarded
-
-
-def _add_generation(app: FastAPI, fleet: Fleet, settings: HttpSettings) -> None:
-    limits = ResponseLimits(settings.request_timeout_s, settings.keep_alive_s)
-
-    def respond(body: GenerationRequest, call: GenerateCall, shape: AnswerShape) -> Response:
-        kind = StreamedResponse if body.stream else WholeResponse
-        return kind(call, fleet.open, shape, limits)
-
-    def context(request: Request, prefix: str, model: str) -> CallContext:
-        account = account_in(request.scope)
-        return CallContext(
-            request_id=f"{prefix}-{uuid.uuid4().hex}",
-            model=find_model(fleet, model).name,
-            timeout_s=settings.request_timeout_s,
-            session_key=_header(request, "x-session-id"),
-            client_request_id=_header(request, "x-request-id"),
-            user=account.key.name if account else "",
-            priority=account.key.priority if account else 0,
-        )
-
-    @app.post("/v1/chat/completions", response_class=Response)
-    async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
-        call = chat_call(body, context(request, "chatcmpl", body.model))
-        return respond(body, call, ChatShape(_head(body, call), bool(body.logprobs)))
-
-    @app.post("/v1/completions", response_class=Response)
-    async def completions(body: CompletionRequest, request: Request) -> Response:
-        call = completion_call(body, context(request, "cmpl", body.model))
-        return respond(body, call, CompletionShape(_head(body, call), body.logprobs is not None))
 
 
 def _add_models(app: FastAPI, fleet: Fleet) -> None:
@@ -149,16 +115,16 @@ def _add_status(app: FastAPI, fleet: Fleet, book: KeyBook) -> None:
 
 
 def _add_error_handlers(app: FastAPI) -> None:
-    async def show(_: Request, error: Exception) -> Response:
-        return error_response(error)
+    async def show(request: Request, error: Exception) -> Response:
+        return error_response(error, request.url.path)
 
-    async def show_findings(_: Request, error: Exception) -> Response:
+    async def show_findings(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return error_response(explain(error.errors()))
+        return error_response(explain(error.errors()), request.url.path)
 
     async def show_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        return error_response(_of_http(request, error), error.headers)
+        return error_response(_of_http(request, error), request.url.path, error.headers)
 
     for kind in (errors.ServeAppError, EngineError, Exception):
         app.add_exception_handler(kind, show)
@@ -176,14 +142,5 @@ def _of_http(request: Request, error: HTTPException) -> Exception:
             return errors.MalformedRequestError("The body cannot be read as JSON in UTF-8.")
 
 
-def _head(body: GenerationRequest, call: GenerateCall) -> AnswerHead:
-    include_usage = bool(body.stream) and body.include_usage
-    return AnswerHead(call.request_id, call.model, int(time.time()), include_usage)
-
-
 def _model_object(model: ServedModel) -> dict[str, Any]:
     return {"id": model.name, "object": "model", "created": model.since_unix_s, "owned_by": "metalslots"}
-
-
-def _header(request: Request, name: str) -> str:
-    return request.headers.get(name, "")[:MAX_HEADER_CHARACTERS]

@@ -25,6 +25,7 @@ from starlette.types import Receive, Scope, Send
 from serve_app.errors import ErrorAnswer, RequestTimeoutError, answer_for
 from serve_app.ingress import sse
 from serve_app.ingress.answers import AnswerShape
+from serve_app.ingress.error_bodies import error_body
 from serve_app.ingress.fleet import CallStream
 from serve_app.protocol import Deltas, GenerateCall, Timings
 
@@ -61,7 +62,7 @@ class PrimedResponse(Response, ABC):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, until the answer is complete or the client has left."""
-        answering = asyncio.create_task(self._answer(_Sender(send), scope.get(NOTE_KEY)))
+        answering = asyncio.create_task(self._answer(_Sender(send, scope["path"]), scope.get(NOTE_KEY)))
         leaving = asyncio.create_task(_client_left(receive))
         try:
             await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -79,14 +80,14 @@ class PrimedResponse(Response, ABC):
             async with asyncio.timeout(self._limits.timeout_s), self._open_call(self._call) as messages:
                 await self.write(_noting(messages, note) if note else messages, sender)
         except TimeoutError:
-            await _fail(sender, answer_for(RequestTimeoutError(self._limits.timeout_s)))
+            await sender.fail(answer_for(RequestTimeoutError(self._limits.timeout_s)))
         except Exception as error:
             answer = answer_for(error)
             if answer.status == 500:
                 logger.exception(
                     "request %s (the client calls it %r) failed", self._call.request_id, self._call.client_request_id
                 )
-            await _fail(sender, answer)
+            await sender.fail(answer)
 
 
 class StreamedResponse(PrimedResponse):
@@ -97,10 +98,11 @@ class StreamedResponse(PrimedResponse):
         async with aclosing(with_silences(messages, self._limits.keep_alive_s)) as arriving:
             async for message in arriving:
                 await sender.stream(sse.KEEP_ALIVE if message is None else self._frames(message))
-        await sender.stream(sse.DONE, last=True)
+        await sender.stream(b"" if self._shape.named_events else sse.DONE, last=True)
 
     def _frames(self, message: Deltas) -> bytes:
-        return b"".join(sse.event(chunk) for chunk in self._shape.chunks(message))
+        named = self._shape.named_events
+        return b"".join(sse.event(chunk, named=named) for chunk in self._shape.chunks(message))
 
 
 class WholeResponse(PrimedResponse):
@@ -146,8 +148,9 @@ _END = _End()
 class _Sender:
     """Writes one HTTP response and knows whether it has begun."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, path: str) -> None:
         self._send = send
+        self._path = path
         self.started = False
 
     async def stream(self, body: bytes, last: bool = False) -> None:
@@ -162,18 +165,19 @@ class _Sender:
         await self._start(status, {**length, **headers})
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
+    async def fail(self, answer: ErrorAnswer) -> None:
+        """End with an error: as the whole answer, or as a stream's last event."""
+        body = error_body(answer, self._path)
+        if self.started:
+            # No [DONE] after it: that marks a complete answer.
+            await self.stream(sse.event(body, named="type" in body), last=True)
+        else:
+            await self.whole(answer.status, json.dumps(body).encode(), answer.headers)
+
     async def _start(self, status: int, headers: Mapping[str, str]) -> None:
         self.started = True
         raw = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": raw})
-
-
-async def _fail(sender: _Sender, answer: ErrorAnswer) -> None:
-    if sender.started:
-        # No [DONE] after it: that marks a complete answer.
-        await sender.stream(sse.event(answer.body), last=True)
-    else:
-        await sender.whole(answer.status, json.dumps(answer.body).encode(), answer.headers)
 
 
 async def _client_left(receive: Receive) -> None:
@@ -188,8 +192,8 @@ def _timing_headers(timings: Timings | None) -> dict[str, str]:
     return {name: f"{seconds * 1000:.1f}" for name, seconds in marks.items() if seconds is not None}
 
 
-def error_response(error: BaseException, headers: Mapping[str, str] | None = None) -> Response:
-    """Return the whole response for an error that came before any call was made."""
+def error_response(error: BaseException, path: str, headers: Mapping[str, str] | None = None) -> Response:
+    """Return the whole response for an error that came before any call was made. ``path``: what was asked for."""
     answer = answer_for(error)
-    content: Any = json.dumps(answer.body)
+    content: Any = json.dumps(error_body(answer, path))
     return Response(content, answer.status, {**answer.headers, **(headers or {})}, "application/json")

@@ -15,8 +15,9 @@ DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 
 
-def event(value: Mapping[str, Any]) -> bytes:
-    """Return one event with ``value`` as JSON on a single line."""
+def event(value: Mapping[str, Any], *, named: bool = False) -> bytes:
+    """Return one event with ``value`` as JSON on a single line; ``named`` by its ``type``."""
     # Text stays as it is: escaping would make Chinese or emoji three to six times as long.
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-    return b"data: " + text.encode("utf-8", "replace") + b"\n\n"
+    name = f"event: {value['type']}\n".encode() if named else b""
+    return name + b"data: " + text.encode("utf-8", "replace") + b"\n\n"

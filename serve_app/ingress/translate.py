@@ -113,11 +113,7 @@ def _structured(request: GenerationRequest) -> Grammar | None:
 
 
 def _sampling(request: GenerationRequest, num_logprobs: int | None, grammar: Grammar | None) -> SamplingParams:
-    top_k = max(0, request.top_k or 0)
-    top_p = 1.0 if request.top_p is None else request.top_p
-    if top_p == 0.0:
-        # The smallest set of tokens that holds a probability of nothing is the likeliest token alone.
-        top_k, top_p = 1, 1.0
+    top_k, top_p = nucleus(request.top_k, request.top_p)
     return SamplingParams(
         temperature=1.0 if request.temperature is None else request.temperature,
         top_p=top_p,
@@ -133,3 +129,10 @@ def _sampling(request: GenerationRequest, num_logprobs: int | None, grammar: Gra
         ignore_eos=bool(request.ignore_eos),
         grammar=grammar,
     )
+
+
+def nucleus(top_k: int | None, top_p: float | None) -> tuple[int, float]:
+    """Both as the engine takes them. A ``top_p`` of 0 means the likeliest token alone."""
+    if top_p == 0.0:
+        return 1, 1.0
+    return max(0, top_k or 0), 1.0 if top_p is None else top_p

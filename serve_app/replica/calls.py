@@ -14,9 +14,9 @@ from functools import partial
 from engine.core.async_engine import AsyncEngine
 from engine.core.generation import GenerationDelta
 from engine.text.tokenizer import Tokenizer
-from serve_app.protocol import Deltas, GenerateCall
+from serve_app.protocol import Deltas, GenerateCall, Usage
 from serve_app.replica.fold import CallFolder
-from serve_app.replica.prompts import echo_texts, prepare_call, require_room_in_queue
+from serve_app.replica.prompts import PreparedCall, echo_texts, prepare_call, require_room_in_queue
 from serve_app.replica.stream import batches
 
 # Tokenizing a long prompt takes tens of milliseconds: off the event loop, and no more at once than leaves it a core.
@@ -44,6 +44,9 @@ class CallRunner:
         """
         self.num_open += 1
         try:
+            if call.count_only:
+                yield Deltas((), Usage(sum(len(r.prompt_token_ids) for r in (await self._prepare(call)).requests)))
+                return
             folder, streams = await self._open(call)
             async with aclosing(batches(streams, self._flush_interval_s)) as arriving:
                 async for arrived in arriving:
@@ -58,8 +61,11 @@ class CallRunner:
     async def _open(self, call: GenerateCall) -> tuple[CallFolder, list[AsyncGenerator[GenerationDelta, None]]]:
         status = self._engine.status()
         require_room_in_queue(call, status.scheduler.slots + self._max_waiting_requests)
-        prepare = partial(prepare_call, call, self._tokenizer, status.model.max_model_len)
-        prepared = await asyncio.get_running_loop().run_in_executor(self._text_threads, prepare)
+        prepared = await self._prepare(call)
         echo = echo_texts(call, self._tokenizer) if call.echo else ()
         folder = CallFolder(self._tokenizer, call.num_prompts, call.n, echo, prepared.reading)
         return folder, [self._engine.generate(request) for request in prepared.requests]
+
+    async def _prepare(self, call: GenerateCall) -> PreparedCall:
+        prepare = partial(prepare_call, call, self._tokenizer, self._engine.status().model.max_model_len)
+        return await asyncio.get_running_loop().run_in_executor(self._text_threads, prepare)

@@ -24,7 +24,7 @@ class PreparedCall:
     """A call as the engine gets it, and how the answers will be read."""
 
     requests: tuple[GenerationRequest, ...]
-    reading: Reading = Reading()
+    reading: Reading
 
 
 def prepare_call(call: GenerateCall, tokenizer: Tokenizer, max_model_len: int) -> PreparedCall:
@@ -56,6 +56,7 @@ def prepare_call(call: GenerateCall, tokenizer: Tokenizer, max_model_len: int) -
             user=call.user,
             cache_salt=call.cache_salt,
             deadline_s=None if call.timeout_s is None else received_s + call.timeout_s,
+            continues_text=bool(call.template_variables.get("continue_final_message")),
             shown_token_ids=plan.shown_token_ids,
         )
         for index, token_ids in enumerate(prompts)
