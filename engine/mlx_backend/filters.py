@@ -63,7 +63,8 @@ def _floor_among(scores: mx.array, filters: Filters, count: int) -> tuple[mx.arr
     total = mx.where(limited, mx.logsumexp(top, axis=-1, keepdims=True), mx.logsumexp(scores, axis=-1, keepdims=True))
     mass = mx.exp(top - total)
     before = mx.cumsum(mass, axis=-1) - mass
-    kept = (before < top_p) & (top > -mx.inf)
+    # A sum of rounded masses may reach 1 before the last token: top_p 1 is off, whatever the sum says.
+    kept = ((before < top_p) | (top_p >= 1)) & (top > -mx.inf)
     floor = mx.min(mx.where(kept, top, 0.0), axis=-1, keepdims=True)
     unlimited = mx.logical_not(limited) & (top_p >= 1)
     covered = limited | unlimited | (mx.sum(mass, axis=-1, keepdims=True) >= top_p)
