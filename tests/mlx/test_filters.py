@@ -17,8 +17,7 @@ def make_filters(top_k: list[int], top_p: list[float], min_p: list[float] | None
 
 def neighbouring_scores(num_rows: int) -> mx.array:
     """Scores whose best 40 differ by one unit in the last place each, in random order."""
-    best = -np.nextafter(np.float32(0), np.float32(1)) * np.arange(40, dtype=np.float32)
-    best += -np.spacing(np.float32(1.0)) * np.arange(40, dtype=np.float32)
+    best = -1 - np.spacing(np.float32(1)) * np.arange(40, dtype=np.float32)
     rest = np.linspace(-2, -9, V - 40, dtype=np.float32)
     rng = np.random.default_rng(0)
     return mx.array(np.stack([rng.permutation(np.concatenate([best, rest])) for _ in range(num_rows)]))
