@@ -19,13 +19,19 @@ from engine.scheduler.step_cost import StepLoad
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """``requests`` are the rows' requests in order. ``block_ids`` return to the pool after the step."""
+    """``requests`` are the rows' requests in order. ``block_ids`` return to the pool after the step.
+
+    ``alone_s``, once it has landed: seconds since its launch, or since the step before it landed if that was later. A
+    runner that counts from the launch counts the end of the step before it, too.
+    """
 
     batch: StepBatch
     requests: tuple[Request, ...]
     load: StepLoad
     block_ids: list[list[int]] = field(default_factory=list)
     released_ids: list[str] = field(default_factory=list)
+    launched_s: float = 0.0
+    alone_s: float = 0.0
 
 
 class InFlightSteps:
@@ -33,6 +39,7 @@ class InFlightSteps:
 
     def __init__(self) -> None:
         self._steps: dict[int, LaunchedStep] = {}
+        self._landed_s = float("-inf")
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -47,17 +54,20 @@ class InFlightSteps:
         """References that return to the pool when the launched steps are over."""
         return sum(len(block_ids) for step in self._steps.values() for block_ids in step.block_ids)
 
-    def launch(self, step: LaunchedStep) -> None:
+    def launch(self, step: LaunchedStep, now_s: float) -> None:
         """A step goes out."""
+        step.launched_s = now_s
         self._steps[step.batch.step_index] = step
         for request in step.requests:
             request.num_rows_in_flight += 1
 
-    def land(self, step_index: int) -> LaunchedStep:
+    def land(self, step_index: int, now_s: float) -> LaunchedStep:
         """A step's result, or failure, came in. Steps land in the order of their launch."""
         assert self._steps, f"step {step_index} was not launched"
         assert step_index == next(iter(self._steps)), f"step {step_index} lands before an older one"
         step = self._steps.pop(step_index)
+        step.alone_s = now_s - max(step.launched_s, self._landed_s)
+        self._landed_s = now_s
         for request in step.requests:
             request.num_rows_in_flight -= 1
         return step

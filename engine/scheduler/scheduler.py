@@ -1,7 +1,7 @@
 """One engine's scheduler: requests in, steps out, tokens back.
 
-Owns: the order of a step (growth of those who decode, admission, prompt chunks) and what a result does to a request.
-Must not know: clocks, threads, devices, text. Time comes in as ``now_s``; equal calls give equal answers.
+Owns: requests from their arrival to their end, and what a result does to them. Must not know: clocks, threads, devices,
+text. Time comes in as ``now_s``; equal calls give equal answers.
 
 A walk of one request:
 
@@ -15,9 +15,8 @@ A walk of one request:
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
 
-from engine.batch import BatchRow, BlockCopy, SampledToken, StepBatch, StepOutput
+from engine.batch import BatchRow, SampledToken, StepBatch, StepOutput
 from engine.errors import (
     AdmissionRefusedError,
     DeadlineExceededError,
@@ -38,7 +37,8 @@ from engine.scheduler.preemption import IMMUNE_TOKENS, choose_for_blocks
 from engine.scheduler.prefill_turn import PrefillTurn
 from engine.scheduler.request_state import Place, Request, seed_of
 from engine.scheduler.residency import Residency
-from engine.scheduler.step_cost import StepCostModel, StepLoad, num_causal_pairs
+from engine.scheduler.step_cost import StepCostModel
+from engine.scheduler.step_planner import StepPlanner
 from engine.scheduler.stopping import finish_reason
 from engine.scheduler.waiting_room import WaitingRoom
 
@@ -60,8 +60,16 @@ class Scheduler:
         self._flight = InFlightSteps()
         self._residency = Residency(config, self._shares, self._waiting, self._flight)
         self._admission = Admission(config, self._shares, self._waiting, self._residency, self._requests, self._preempt)
-        self._turn = PrefillTurn(self._shares, config.max_chunk_tokens)
         self._cost = StepCostModel(config.target_stall_s, config.max_chunk_tokens)
+        self._planner = StepPlanner(
+            self._waiting,
+            self._residency,
+            self._flight,
+            self._admission,
+            PrefillTurn(self._shares, config.max_chunk_tokens),
+            self._cost,
+            self._preempt,
+        )
         self._counters = Counters()
         self._num_arrivals = 0
 
@@ -128,31 +136,17 @@ class Scheduler:
     def schedule(self, now_s: float) -> StepBatch | None:
         """The next step, or None when there is nothing to compute now."""
         assert len(self._flight) < self._config.max_steps_in_flight, "too many steps in flight"
-        num_preemptions = self._counters.num_preemptions
-        decoding = self._grow_decoding(now_s)
-        if self._counters.num_preemptions > num_preemptions:
-            self._waiting.clock.set_reason(WaitReason.BLOCKS, now_s)
-        else:
-            self._admission.admit(now_s)
-            # Admission may have taken a slot from somebody who was going to decode.
-            decoding = [r for r in decoding if r.place is Place.SLOT and r.num_uncomputed_tokens == 1]
-        chunks, load = self._plan_chunks(decoding, now_s)
-        planned = [*((request, 1) for request in decoding), *chunks]
-        if not planned:
+        step = self._planner.plan(self._counters.num_steps, now_s)
+        if step is None:
             return None
-        copies: list[BlockCopy] = []
-        rows = tuple([self._take_row(request, num_tokens, copies, now_s) for request, num_tokens in planned])
-        batch = StepBatch(self._counters.num_steps, rows, tuple(copies))
-        step = LaunchedStep(batch, tuple([request for request, _ in planned]), load)
-        step.block_ids += [[copy.source] for copy in copies]
-        self._flight.launch(step)
+        self._flight.launch(step, now_s)
         self._counters.num_steps += 1
-        return batch
+        return step.batch
 
     def update(self, batch: StepBatch, output: StepOutput, now_s: float) -> list[TokenOutput]:
         """Take a step's result in. Results for requests that left meanwhile are dropped."""
-        step = self._land(batch)
-        self._cost.observe(step.load, output.elapsed_s)
+        step = self._land(batch, now_s)
+        self._cost.observe(step.load, min(output.elapsed_s, step.alone_s))
         outputs: list[TokenOutput] = []
         for row, request in zip(batch.rows, step.requests, strict=True):
             if request.place is Place.GONE:
@@ -171,7 +165,7 @@ class Scheduler:
 
     def fail_batch(self, batch: StepBatch, error: EngineError, now_s: float) -> list[TokenOutput]:
         """A step raised: its requests end with ``error``, the others go on."""
-        step = self._land(batch)
+        step = self._land(batch, now_s)
         return [self._fail(r, error, now_s) for r in step.requests if r.place is not Place.GONE]
 
     # --- for the memory guard --------------------------------------------------------------------------------------
@@ -230,84 +224,8 @@ class Scheduler:
     def _predicted_wait_s(self) -> float | None:
         return predicted_wait_s(self._config, self._residency, self._waiting, self._cost, self._counters)
 
-    def _grow_decoding(self, now_s: float) -> list[Request]:
-        """Requests that compute their newest token in this step, each with a block for it."""
-        decoding: list[Request] = []
-        for request in self._residency.running():
-            if request.place is not Place.SLOT or request.num_uncomputed_tokens != 1 or _is_ahead(request):
-                continue
-            if self._make_room(request, now_s):
-                decoding.append(request)
-            elif request.place is Place.SLOT:
-                request.wait.start(WaitReason.BLOCKS, self._waiting.clock, now_s)
-        return [request for request in decoding if request.place is Place.SLOT]
-
-    def _make_room(self, request: Request, now_s: float) -> bool:
-        """Room for one more position, by preemption if need be. False when this step has to go without."""
-        while not self._residency.kv.grow(request.table, request.num_tokens):
-            running = self._residency.running()
-            if self._flight.num_blocks_draining or any(r.ends_with_pending for r in running):
-                return False
-            victim = choose_for_blocks(running)
-            assert victim is not None
-            self._preempt(victim, now_s)
-            if victim is request:
-                return False
-        return True
-
-    def _plan_chunks(self, decoding: Sequence[Request], now_s: float) -> tuple[list[tuple[Request, int]], StepLoad]:
-        """Prompt chunks for this step, and the whole step's load."""
-        context = sum(request.num_tokens for request in decoding)
-        load = StepLoad(len(decoding), context)
-        taken = {request.arrival for request in decoding}
-        unread = [
-            request
-            for request in self._residency.running()
-            if request.arrival not in taken and request.num_uncomputed_tokens > 0 and not _is_ahead(request)
-            if self._residency.has_room(request)
-        ]
-        if not unread:
-            return [], load
-        in_order = self._turn.order(unread)
-        chunks = self._turn.share_out(in_order, self._cost.chunk_budget(load))
-        given = {request.arrival for request, _ in chunks}
-        for request in unread:
-            if request.arrival not in given:
-                request.wait.start(WaitReason.PREFILL_TURN, self._waiting.clock, now_s)
-        num_tokens = sum(number for _, number in chunks)
-        num_pairs = sum(num_causal_pairs(request.num_computed_tokens, number) for request, number in chunks)
-        return chunks, StepLoad(len(decoding), context, num_tokens, num_pairs)
-
-    def _take_row(self, request: Request, num_tokens: int, copies: list[BlockCopy], now_s: float) -> BatchRow:
-        """The request's row in the step that is being launched."""
-        request.wait.stop(self._waiting.clock, now_s)
-        if request.prefill_started_s is None:
-            request.prefill_started_s = now_s
-        copy = self._residency.take_copy(request)
-        if copy is not None:
-            copies.append(copy)
-        start = request.num_computed_tokens
-        samples = start + num_tokens == request.num_tokens
-        row = BatchRow(
-            request_id=request.asked.request_id,
-            slot=request.slot,
-            start=start,
-            num_tokens=num_tokens,
-            token_ids=request.token_ids,
-            block_ids=request.table.block_ids,
-            num_prompt_tokens=request.num_prompt_tokens,
-            sampling=request.asked.sampling,
-            seed=request.seed,
-            samples=samples,
-            output_index=request.num_tokens - request.num_prompt_tokens,
-        )
-        request.num_computed_tokens = start + num_tokens
-        if samples:
-            request.num_pending_tokens += 1
-        return row
-
-    def _land(self, batch: StepBatch) -> LaunchedStep:
-        step = self._flight.land(batch.step_index)
+    def _land(self, batch: StepBatch, now_s: float) -> LaunchedStep:
+        step = self._flight.land(batch.step_index, now_s)
         for row, request in zip(batch.rows, step.requests, strict=True):
             if row.samples:
                 request.num_pending_tokens -= 1
@@ -328,7 +246,7 @@ class Scheduler:
         if hashes:
             self._residency.prefills.committed(hashes)
             self._waiting.wake(hashes, now_s)
-        if row.num_tokens > 1 and end >= request.num_prompt_tokens - 1:
+        if row.start < request.num_prompt_tokens - 1 <= end:
             self._waiting.wake((request,), now_s)
 
     def _append(self, request: Request, sampled: SampledToken, now_s: float) -> TokenOutput:
@@ -385,9 +303,3 @@ class Scheduler:
         request.immune_until_output = request.num_output_tokens + IMMUNE_TOKENS
         self._counters.num_preemptions += 1
         self._waiting.enter(request, now_s)
-
-
-def _is_ahead(request: Request) -> bool:
-    """Whether the request has to wait for a token in flight: it is the last, or the host would be too far behind."""
-    num_allowed = 0 if request.asked.sampling.guided else 1
-    return request.num_pending_tokens > num_allowed or request.ends_with_pending

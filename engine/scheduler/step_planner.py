@@ -1,0 +1,156 @@
+"""What the next step computes.
+
+Owns: the order inside a step: room for those who decode, by preemption if need be; then admission; then prompt chunks
+from what is left of the step's budget. Must not know: how results come back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from engine.batch import BatchRow, BlockCopy, StepBatch
+from engine.request import WaitReason
+from engine.scheduler.admission import Admission
+from engine.scheduler.in_flight import InFlightSteps, LaunchedStep
+from engine.scheduler.preemption import choose_for_blocks
+from engine.scheduler.prefill_turn import PrefillTurn
+from engine.scheduler.request_state import Place, Request
+from engine.scheduler.residency import Residency
+from engine.scheduler.step_cost import StepCostModel, StepLoad, num_causal_pairs
+from engine.scheduler.waiting_room import WaitingRoom
+
+Chunk = tuple[Request, int]
+
+
+class StepPlanner:
+    """Builds steps. ``preempt`` takes a request off its slot."""
+
+    def __init__(
+        self,
+        waiting: WaitingRoom,
+        residency: Residency,
+        flight: InFlightSteps,
+        admission: Admission,
+        turn: PrefillTurn,
+        cost: StepCostModel,
+        preempt: Callable[[Request, float], None],
+    ) -> None:
+        self._waiting = waiting
+        self._residency = residency
+        self._flight = flight
+        self._admission = admission
+        self._turn = turn
+        self._cost = cost
+        self._preempt = preempt
+
+    def plan(self, step_index: int, now_s: float) -> LaunchedStep | None:
+        """The next step, or None when there is nothing to compute now."""
+        decoding, somebody_left = self._grow_decoding(now_s)
+        if somebody_left:
+            # Whoever was taken off would be the first to come back for the blocks that were just made free.
+            self._waiting.clock.set_reason(WaitReason.BLOCKS, now_s)
+        else:
+            self._admission.admit(now_s)
+            # Admission may have taken a slot from somebody who was going to decode.
+            decoding = [r for r in decoding if r.place is Place.SLOT and r.num_uncomputed_tokens == 1]
+        chunks, load = self._plan_chunks(decoding, now_s)
+        planned = [*((request, 1) for request in decoding), *chunks]
+        if not planned:
+            return None
+        copies: list[BlockCopy] = []
+        rows = tuple([self._take_row(request, num_tokens, copies, now_s) for request, num_tokens in planned])
+        step = LaunchedStep(
+            StepBatch(step_index, rows, tuple(copies)), tuple([request for request, _ in planned]), load
+        )
+        step.block_ids += [[copy.source] for copy in copies]
+        return step
+
+    def _grow_decoding(self, now_s: float) -> tuple[list[Request], bool]:
+        """Requests that compute their newest token in this step, with a block for it; and whether anybody had to go."""
+        num_running = self._residency.num_running
+        decoding: list[Request] = []
+        for request in self._residency.running():
+            if request.place is not Place.SLOT or request.num_uncomputed_tokens != 1 or _is_ahead(request):
+                continue
+            if self._make_room(request, now_s):
+                decoding.append(request)
+            elif request.place is Place.SLOT:
+                request.wait.start(WaitReason.BLOCKS, self._waiting.clock, now_s)
+        still_here = [request for request in decoding if request.place is Place.SLOT]
+        return still_here, self._residency.num_running < num_running
+
+    def _make_room(self, request: Request, now_s: float) -> bool:
+        """Room for the newest token, by preemption if need be. False when this step has to go without."""
+        while not self._residency.kv.grow(request.table, request.num_tokens):
+            running = self._residency.running()
+            if self._flight.num_blocks_draining or any(r.ends_with_pending for r in running):
+                return False
+            victim = choose_for_blocks(running)
+            assert victim is not None
+            self._preempt(victim, now_s)
+            if victim is request:
+                return False
+        return True
+
+    def _plan_chunks(self, decoding: Sequence[Request], now_s: float) -> tuple[list[Chunk], StepLoad]:
+        """Prompt chunks for this step, and the whole step's load."""
+        context = sum([request.num_tokens for request in decoding])
+        load = StepLoad(len(decoding), context)
+        unread = self._unread(decoding)
+        if not unread:
+            return [], load
+        chunks = self._turn.share_out(self._turn.order(unread), self._cost.chunk_budget(load))
+        given = {request.arrival for request, _ in chunks}
+        for request in unread:
+            if request.arrival not in given:
+                request.wait.start(WaitReason.PREFILL_TURN, self._waiting.clock, now_s)
+        num_tokens = sum(number for _, number in chunks)
+        num_pairs = sum(num_causal_pairs(request.num_computed_tokens, number) for request, number in chunks)
+        return chunks, StepLoad(len(decoding), context, num_tokens, num_pairs)
+
+    def _unread(self, decoding: Sequence[Request]) -> list[Request]:
+        """Requests with tokens to compute that do not decode in this step, and room for them."""
+        if len(decoding) == self._residency.num_running:
+            return []
+        taken = {request.arrival for request in decoding}
+        return [
+            request
+            for request in self._residency.running()
+            if request.arrival not in taken and request.num_uncomputed_tokens > 0
+            if not _is_ahead(request) and self._residency.has_room(request)
+        ]
+
+    def _take_row(self, request: Request, num_tokens: int, copies: list[BlockCopy], now_s: float) -> BatchRow:
+        """The request's row in the step that is going out."""
+        request.wait.stop(self._waiting.clock, now_s)
+        if request.prefill_started_s is None:
+            request.prefill_started_s = now_s
+        copy = self._residency.take_copy(request)
+        if copy is not None:
+            copies.append(copy)
+        start = request.num_computed_tokens
+        num_known = request.num_tokens
+        samples = start + num_tokens == num_known
+        row = BatchRow(
+            request_id=request.asked.request_id,
+            slot=request.slot,
+            start=start,
+            num_tokens=num_tokens,
+            token_ids=request.token_ids,
+            block_ids=request.table.block_ids,
+            num_prompt_tokens=request.num_prompt_tokens,
+            sampling=request.asked.sampling,
+            seed=request.seed,
+            samples=samples,
+            output_index=num_known - request.num_prompt_tokens,
+        )
+        request.num_computed_tokens = start + num_tokens
+        if samples:
+            request.num_pending_tokens += 1
+        return row
+
+
+def _is_ahead(request: Request) -> bool:
+    """Whether the request has to wait for a token in flight: it is the last, or the host would be too far behind."""
+    num_allowed = 0 if request.asked.sampling.guided else 1
+    return request.num_pending_tokens > num_allowed or request.ends_with_pending
