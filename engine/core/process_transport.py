@@ -37,6 +37,7 @@ KILL_MARGIN_S = 1.0
 # What is left after SIGKILL is the kernel's work.
 REAP_S = 10.0
 NUM_LAST_WORDS = 20
+FATAL = "Fatal Python error"
 
 logger = logging.getLogger("engine.process")
 
@@ -182,9 +183,14 @@ class _LineLog(asyncio.Protocol):
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             text = line.decode(errors="replace").rstrip()
-            self._last_lines.append(text)
-            level = logging.getLevelNamesMapping().get(text.partition(" ")[0], logging.INFO)
-            logger.log(level, "%s", text)
+            logger.log(_level_of(text), "%s", text)
+            # What follows is faulthandler's stacks; what matters was said before.
+            if not any(said.startswith(FATAL) for said in self._last_lines):
+                self._last_lines.append(text)
+
+
+def _level_of(line: str) -> int:
+    return logging.getLevelNamesMapping().get(line.partition(" ")[0], logging.INFO)
 
 
 def _child_environment() -> dict[str, str]:
@@ -201,5 +207,17 @@ def _describe_end(status: int | None, last_words: Sequence[str]) -> str:
         how = f"was killed by {signal.Signals(-status).name}"
     else:
         how = f"exited with status {status}"
-    said = next((line for line in reversed(last_words) if line), None)
+    said = _last_words(last_words)
     return f"The engine process {how}." + (f" Its last words: {said}" if said else "")
+
+
+def _last_words(lines: Sequence[str]) -> str | None:
+    """What a dying process said of the reason: a crash's message comes before the line in which Python notes it."""
+    said = [line for line in lines if line]
+    if len(said) > 1 and said[-1].startswith(FATAL) and not _is_log(said[-2]):
+        return said[-2]
+    return said[-1] if said and not said[-1].startswith(("INFO ", "DEBUG ")) else None
+
+
+def _is_log(line: str) -> bool:
+    return line.partition(" ")[0] in logging.getLevelNamesMapping()
