@@ -11,15 +11,17 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message
 
+from engine.batch import BatchRow, StepBatch
 from engine.core.async_engine import AsyncEngine
 from engine.core.engine_core import EngineCore
+from engine.interfaces import PendingStep
 from engine.text.parts import TokenizerParts
 from engine.text.tokenizer import Tokenizer
 from serve_app.ingress.fleet import ServedModel
 from serve_app.ingress.http_app import HttpSettings, build_http_app
 from serve_app.protocol import ChoiceDelta, Deltas, GenerateCall, ReplicaStatus, Usage
 from serve_app.replica.calls import CallRunner
-from tests.core_fakes import EOS, letter_tokenizer, make_core
+from tests.core_fakes import EOS, FACTS, ChainRunner, letter_tokenizer, make_core
 
 MODELS = (ServedModel("chain", 1_700_000_000, ("gpt-4o-mini",)), ServedModel("org/other", 1_700_000_000))
 TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}>{% endif %}"
@@ -104,6 +106,24 @@ class EngineFleet:
         return [
             ReplicaStatus("r0", "node", "mac", "chain", self.engine.ready, self.runner.num_open, self.engine.status())
         ]
+
+
+class SpeakingRunner(ChainRunner):
+    """Says the same text to everybody, and remembers the last prompt. It takes no notice of grammars."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(facts=replace(FACTS, guides=True, max_model_len=4096))
+        self._text = text.encode()
+        self.prompt = ""
+        self.rows: list[BatchRow] = []
+
+    def launch(self, batch: StepBatch) -> PendingStep:
+        self.rows += batch.rows
+        self.prompt = bytes(batch.rows[-1].token_ids[: batch.rows[-1].num_prompt_tokens]).decode()
+        return super().launch(batch)
+
+    def _sample(self, row: BatchRow) -> int:
+        return self._text[row.output_index] if row.output_index < len(self._text) else EOS
 
 
 class Reply:

@@ -12,11 +12,9 @@ import httpx
 import openai
 import pytest
 
-from engine.batch import BatchRow, StepBatch
-from engine.interfaces import PendingStep
 from serve_app.ingress.http_app import build_http_app
-from tests.core_fakes import EOS, FACTS, ChainRunner, make_core
-from tests.serve_fakes import SETTINGS, EngineFleet
+from tests.core_fakes import make_core
+from tests.serve_fakes import SETTINGS, EngineFleet, SpeakingRunner
 
 ASK: dict[str, Any] = {"model": "chain", "messages": [{"role": "user", "content": "hello"}]}
 FIND: dict[str, Any] = {
@@ -29,24 +27,6 @@ FIND: dict[str, Any] = {
 }
 ADD: dict[str, Any] = {"type": "function", "function": {"name": "add"}}
 CALL = '<tool_call>{"name": "find", "arguments": {"text": "žluťoučký 🐎"}}</tool_call>'
-
-
-class SpeakingRunner(ChainRunner):
-    """Says the same text to everybody, and remembers the last prompt. It takes no notice of grammars."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(facts=replace(FACTS, guides=True, max_model_len=4096))
-        self._text = text.encode()
-        self.prompt = ""
-        self.rows: list[BatchRow] = []
-
-    def launch(self, batch: StepBatch) -> PendingStep:
-        self.rows += batch.rows
-        self.prompt = bytes(batch.rows[-1].token_ids[: batch.rows[-1].num_prompt_tokens]).decode()
-        return super().launch(batch)
-
-    def _sample(self, row: BatchRow) -> int:
-        return self._text[row.output_index] if row.output_index < len(self._text) else EOS
 
 
 @asynccontextmanager
