@@ -21,8 +21,8 @@ from engine.scheduler.step_cost import StepLoad
 class LaunchedStep:
     """``requests`` are the rows' requests in order. ``block_ids`` return to the pool after the step.
 
-    ``alone_s``, once it has landed: seconds since its launch, or since the step before it landed if that was later. A
-    runner that counts from the launch counts the end of the step before it, too.
+    ``predecessor_landed_s`` is set when the step before it landed while this one was in flight: only the time after
+    that can be its own, at most ``most_s``. A runner that counts from the launch counts its predecessor's end, too.
     """
 
     batch: StepBatch
@@ -30,8 +30,8 @@ class LaunchedStep:
     load: StepLoad
     block_ids: list[list[int]] = field(default_factory=list)
     released_ids: list[str] = field(default_factory=list)
-    launched_s: float = 0.0
-    alone_s: float = 0.0
+    predecessor_landed_s: float | None = None
+    most_s: float = float("inf")
 
 
 class InFlightSteps:
@@ -39,7 +39,6 @@ class InFlightSteps:
 
     def __init__(self) -> None:
         self._steps: dict[int, LaunchedStep] = {}
-        self._landed_s = float("-inf")
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -54,9 +53,8 @@ class InFlightSteps:
         """References that return to the pool when the launched steps are over."""
         return sum(len(block_ids) for step in self._steps.values() for block_ids in step.block_ids)
 
-    def launch(self, step: LaunchedStep, now_s: float) -> None:
+    def launch(self, step: LaunchedStep) -> None:
         """A step goes out."""
-        step.launched_s = now_s
         self._steps[step.batch.step_index] = step
         for request in step.requests:
             request.num_rows_in_flight += 1
@@ -66,8 +64,11 @@ class InFlightSteps:
         assert self._steps, f"step {step_index} was not launched"
         assert step_index == next(iter(self._steps)), f"step {step_index} lands before an older one"
         step = self._steps.pop(step_index)
-        step.alone_s = now_s - max(step.launched_s, self._landed_s)
-        self._landed_s = now_s
+        following = next(iter(self._steps.values()), None)
+        if following is not None:
+            following.predecessor_landed_s = now_s
+        if step.predecessor_landed_s is not None:
+            step.most_s = now_s - step.predecessor_landed_s
         for request in step.requests:
             request.num_rows_in_flight -= 1
         return step

@@ -139,14 +139,14 @@ class Scheduler:
         step = self._planner.plan(self._counters.num_steps, now_s)
         if step is None:
             return None
-        self._flight.launch(step, now_s)
+        self._flight.launch(step)
         self._counters.num_steps += 1
         return step.batch
 
     def update(self, batch: StepBatch, output: StepOutput, now_s: float) -> list[TokenOutput]:
         """Take a step's result in. Results for requests that left meanwhile are dropped."""
         step = self._land(batch, now_s)
-        self._cost.observe(step.load, min(output.elapsed_s, step.alone_s))
+        self._cost.observe(step.load, min(output.elapsed_s, step.most_s))
         outputs: list[TokenOutput] = []
         for row, request in zip(batch.rows, step.requests, strict=True):
             if request.place is Place.GONE:
