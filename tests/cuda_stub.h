@@ -2,7 +2,7 @@
 #include <cmath>
 #define __device__
 #define __forceinline__ inline
-#define __shared__ static
+#define __shared__
 #define __global__
 struct uint2 {
   unsigned int x, y;

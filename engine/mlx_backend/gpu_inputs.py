@@ -80,6 +80,7 @@ class GpuInputBuilder:
         self._slots = slots
         self._vocab_size_tokens = vocab_size_tokens
         self._windows = tuple(sorted(set(windows)))
+        self._tables = _SlotTables(slots, self._max_width)
         self.pages_chunks = pages_chunks
         self.rung_times_s: Mapping[int, float] = {}
 
@@ -128,8 +129,8 @@ class GpuInputBuilder:
         tokens, positions = np.zeros(num_padded, np.int32), np.zeros(num_padded, np.int32)
         targets = np.full(num_padded, -1, np.int32)
         spans = np.zeros((num_chunks, 3), np.int32)
-        needed = max((self._num_blocks(row) for row in chunks), default=1)
-        tables = np.zeros((num_chunks, table_width(needed, self._least_width, self._max_width)), np.int32)
+        # As wide as can be: the kernel reads what it needs, and a narrower table would be one more compiled step.
+        tables = np.zeros((num_chunks, self._max_width), np.int32)
         head_index = np.arange(num_rows + num_chunks, dtype=np.int32)
         head_index[num_rows:] = num_rows
         first = 0
@@ -171,19 +172,18 @@ class GpuInputBuilder:
         return self._packed(arrays, num_rows, head_rows, first - num_rows, tuple(shapes))
 
     def _decode_arrays(self, rows: Sequence[BatchRow], num_rows: int) -> dict[str, npt.NDArray[np.generic]]:
+        if not num_rows:
+            return {}
         lengths = np.zeros(num_rows, np.int32)
         tokens = np.zeros(num_rows, np.int32)
         slots = np.full(num_rows, self._slots, np.int32)  # padding scatters its token behind the last slot
-        size = self._block_size
-        needed = max((-(-(row.start + 1) // size) for row in rows), default=1)
-        table = np.zeros((num_rows, table_width(needed, self._least_width, self._max_width)), np.int32)
-        for i, row in enumerate(rows):
-            lengths[i] = row.start + 1
-            tokens[i] = row.token_ids[row.start] if len(row.token_ids) > row.start else -1
-            slots[i] = row.slot
-            blocks = row.block_ids[: -(-(row.start + 1) // size)]
-            table[i, : len(blocks)] = blocks
-        return {"tokens": tokens, "slots": slots, "lengths": lengths, "table": table} if num_rows else {}
+        lengths[: len(rows)] = [row.start + 1 for row in rows]
+        tokens[: len(rows)] = [row.token_ids[row.start] if len(row.token_ids) > row.start else -1 for row in rows]
+        slots[: len(rows)] = [row.slot for row in rows]
+        needed = -(-int(lengths.max(initial=1)) // self._block_size)
+        width = table_width(needed, self._least_width, self._max_width)
+        table = self._tables.of(rows, slots, width)
+        return {"tokens": tokens, "slots": slots, "lengths": lengths, "table": table}
 
     def _packed(
         self,
@@ -234,6 +234,29 @@ class GpuInputBuilder:
         first = row.start // size
         blocks = np.array(row.block_ids[first : (row.start + row.num_tokens - 1) // size + 1], np.int64)
         return (blocks[position // size - first] * size + position % size).astype(np.int32)
+
+
+class _SlotTables:
+    """Block tables by slot, brought up to date by what was appended: copying every table in every step would take
+    longer than all else that the host does for it. A list of blocks only grows; a request that starts anew has a new
+    one (``BatchRow``)."""
+
+    def __init__(self, num_slots: int, width: int) -> None:
+        self._blocks = np.zeros((num_slots + 1, width), np.int32)  # the last row stays zero, for padding
+        self._sources: list[Sequence[int] | None] = [None] * num_slots
+        self._num_known = [0] * num_slots
+
+    def of(self, rows: Sequence[BatchRow], slots: npt.NDArray[np.int32], width: int) -> npt.NDArray[np.int32]:
+        """Tables of ``rows``, which have ``slots``; [len(slots), width], padding included."""
+        for row in rows:
+            slot, blocks = row.slot, row.block_ids
+            if self._sources[slot] is not blocks or len(blocks) < self._num_known[slot]:
+                self._sources[slot], self._num_known[slot] = blocks, 0
+            known = self._num_known[slot]
+            if len(blocks) > known:
+                self._blocks[slot, known : len(blocks)] = blocks[known:]
+                self._num_known[slot] = len(blocks)
+        return self._blocks[slots, :width]
 
 
 def chunk_context_start(start: int, window: int, block_size: int) -> int:

@@ -20,7 +20,7 @@ from engine.mlx_backend.kernels.projecting import ProjectionKernels
 from engine.mlx_backend.kernels.sampling import SampleKernel
 from engine.mlx_backend.loaded_model import LoadedModel
 from engine.mlx_backend.packed_model import PackedModel
-from engine.mlx_backend.row_products import RowProducts
+from engine.mlx_backend.row_products import RowProducts, Use
 from engine.mlx_backend.uploads import Layout
 
 StepFunction = Callable[..., list[mx.array]]
@@ -55,12 +55,12 @@ class GpuModel(PackedModel):
         )
         self.layers = [GpuLayerCache(pool, self._holder, max_model_len, book) for pool in self.pools]
         self.caches = list(self.layers)
-        self._products = RowProducts(ProjectionKernels(book.factory)) if book.tuning.projects_rows else None
-        if self._products is not None:
-            self._products.take_over(loaded.model)
+        self.products = RowProducts(ProjectionKernels(book.factory)) if book.tuning.projects_rows else None
+        if self.products is not None:
+            self.products.take_over(loaded.model)
         self.sampling = sampling
         self._compiles = compiles
-        self._steps: dict[tuple[Layout, bool], StepFunction] = {}
+        self._steps: dict[tuple[Layout, bool, Use], StepFunction] = {}
 
     @property
     def versions(self) -> list[mx.array]:
@@ -95,7 +95,8 @@ class GpuModel(PackedModel):
 
     def _run(self, host: HostStep, last_tokens: mx.array, *, samples: bool) -> list[mx.array]:
         shape, versions = host.shape, self.versions
-        key = (shape.layout, samples)
+        use = Use.NONE if self.products is None else self.products.use.get(shape.num_decode_rows, Use.NONE)
+        key = (shape.layout, samples, use)
         step = self._steps.get(key)
         if step is None:
             step = self._step_of(shape, samples)
@@ -137,7 +138,7 @@ class GpuModel(PackedModel):
             gathered=shape.gathered,
             arrays=arrays,
         )
-        with self._products.step() if self._products is not None else nullcontext():
+        with self.products.step() if self.products is not None else nullcontext():
             return self.forward(cast(StepInputs, step))
 
     def _choose(self, logits: mx.array, arrays: dict[str, mx.array], last_tokens: mx.array) -> list[mx.array]:

@@ -10,7 +10,6 @@ device. What the host decides from a token (the end of a request, say) is one st
 from __future__ import annotations
 
 import dataclasses
-import statistics
 import threading
 import time
 from collections.abc import Sequence
@@ -25,15 +24,17 @@ from engine.mlx_backend.gpu_inputs import GpuInputBuilder, HostStep
 from engine.mlx_backend.gpu_model import GpuModel
 from engine.mlx_backend.gpu_sampler import GpuSampler, GpuSamples
 from engine.mlx_backend.kernels.launch import KernelFactory
+from engine.mlx_backend.kernels.projecting import MAX_ROWS
 from engine.mlx_backend.kernels.sampling import SampleKernel
 from engine.mlx_backend.kernels.tiling import Tuning, attends_chunks
 from engine.mlx_backend.loaded_model import LoadedModel
 from engine.mlx_backend.model_runner import KvDtype, resolve_kv_dtype
 from engine.mlx_backend.row_guides import RowGuides
+from engine.mlx_backend.row_products import Use
 from engine.mlx_backend.rungs import rung_for, rungs_up_to, token_rungs
 
 _WARM_UP_STEPS = 2
-_MEASURED_STEPS = 5
+_MEASURED_STEPS = 8
 
 
 @dataclasses.dataclass(slots=True)
@@ -148,24 +149,47 @@ class GpuModelRunner:
         return _PendingStep(batch.step_index, samples, waits_for, self._clock)
 
     def warm_up(self) -> None:
-        """Run every size of step once, so that nothing is compiled or searched for while people wait, and measure the
-        decode steps, so that the fastest sufficient rung is taken."""
-        times_s = {}
-        for rung in rungs_up_to(self._slots):
-            host = self._inputs.empty(rung)
-            durations_s = [self._run_once(host) for _ in range(_WARM_UP_STEPS + _MEASURED_STEPS)]
-            times_s[rung] = statistics.median(durations_s[_WARM_UP_STEPS:])
-        self._inputs.rung_times_s = times_s
+        """Run every size of step, so that nothing is compiled or searched for while people wait."""
+        self.measure_rungs()
         if self._inputs.pages_chunks:
             for num_rows in (0, rung_for(self._slots)):
                 for num_tokens in token_rungs(num_rows, num_rows + self._max_chunk_tokens):
-                    self._run_once(self._inputs.empty(num_rows, num_tokens))
+                    self._start(self._inputs.empty(num_rows, num_tokens)).read()
 
-    def _run_once(self, host: HostStep) -> float:
+    def measure_rungs(self) -> None:
+        """Time decode steps of every size: from then on the fastest sufficient rung is taken, and the projection
+        kernels where they win."""
+        products = self._checked().products
+        times_s = {}
+        for rung in rungs_up_to(self._slots):
+            times_s[rung] = self._step_time_s(rung)
+            if products is not None and rung <= MAX_ROWS:
+                by_use = {Use.NONE: times_s[rung]}
+                for use in (Use.SMALL, Use.ALL):
+                    products.use[rung] = use
+                    by_use[use] = self._step_time_s(rung)
+                products.use[rung] = min(by_use, key=lambda use: by_use[use])
+                times_s[rung] = by_use[products.use[rung]]
+        self._inputs.rung_times_s = times_s
+
+    def _step_time_s(self, rung: int) -> float:
+        """Seconds per decode step of ``rung`` rows with one step in flight, attention left out."""
+        host = self._inputs.empty(rung)
+        for _ in range(_WARM_UP_STEPS):
+            self._start(host).read()
+        started_s, last = time.perf_counter(), self._start(host)
+        for _ in range(_MEASURED_STEPS):
+            following = self._start(host)
+            last.read()
+            last = following
+        last.read()
+        return (time.perf_counter() - started_s) / (_MEASURED_STEPS + 1)
+
+    def _start(self, host: HostStep) -> GpuSamples:
         model = self._checked()
-        started_s = time.perf_counter()
-        mx.eval(*self._sampler.sample(model, host).arrays(), *model.versions)
-        return time.perf_counter() - started_s
+        samples = self._sampler.sample(model, host)
+        mx.async_eval([*samples.arrays(), *model.versions])  # type: ignore[no-untyped-call]
+        return samples
 
     def release(self, request_ids: Sequence[str]) -> None:
         """Forget what is held for requests that finished or were preempted."""

@@ -12,22 +12,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from enum import IntEnum
 
 import mlx.core as mx
 from mlx.nn.layers.linear import Linear
 
-from engine.mlx_backend.kernels.projecting import MAX_ROWS, ProjectionKernels, can_project
+from engine.mlx_backend.kernels.projecting import ProjectionKernels, can_project
 from engine.mlx_backend.mlx_lm_parts import Model
 
 # Children of one module that mlx-lm's models call with the same input, in this order.
 _SHARED_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
+class Use(IntEnum):
+    """Which products the kernels take at some number of rows."""
+
+    NONE = 0
+    SMALL = 1  # those that a GPU needs less time for than the host needs to queue MLX's
+    ALL = 2
+
+
+_SMALL_BYTES = 64 * 2**20
+
+
 class RowProducts:
-    """All projections of one model. ``active`` within a step."""
+    """All projections of one model. ``active`` within a step; ``use``: what the kernels take, by number of rows."""
 
     def __init__(self, kernels: ProjectionKernels) -> None:
         self.kernels = kernels
+        self.use: dict[int, Use] = {}
         self.active = False
         self.num_layers = 0
 
@@ -64,6 +77,8 @@ class _Group:
         self._layers = layers
         self._widths = mx.array([layer.weight.shape[0] for layer in layers], mx.int32)
         mx.eval(self._widths)
+        num_bytes = sum(layer.weight.nbytes for layer in layers)
+        self._least_use = Use.SMALL if num_bytes <= _SMALL_BYTES else Use.ALL
         self._input: mx.array | None = None
         self._results: dict[int, mx.array] = {}
         for index, layer in enumerate(layers):
@@ -73,18 +88,20 @@ class _Group:
 
     def product(self, x: mx.array, index: int) -> mx.array | None:
         """``x @ weight.T`` of one layer, or None where the kernels do not apply."""
-        if not self._owner.active or x.ndim != 3 or x.shape[1] != 1 or x.shape[0] > MAX_ROWS:
+        if not self._owner.active or x.ndim != 3 or x.shape[1] != 1:
+            return None
+        if self._owner.use.get(x.shape[0], Use.NONE) < self._least_use:
             return None
         if x.dtype != self._layers[index].weight.dtype:
             return None
         if x is not self._input or index not in self._results:
             weights = [layer.weight for layer in self._layers]
-            results = self._owner.kernels(x.reshape(x.shape[0], -1), weights, self._widths)
+            results = self._owner.kernels(x, weights, self._widths)
             self._input, self._results = x, dict(enumerate(results))
         result = self._results.pop(index)
         if not self._results:
             self._input = None  # nothing of a step is held longer than the step
-        return result[:, None]
+        return result
 
 
 class _RowLinear(Linear):

@@ -1,4 +1,4 @@
-"""Runs requests through scheduler, core and GPU runner, and through mlx-lm's BatchGenerator, with the same clockwork."""
+"""Runs requests through scheduler, core and GPU runner, and through mlx-lm's BatchGenerator, with the same clock."""
 
 from __future__ import annotations
 

@@ -155,8 +155,8 @@ def test_projections(num_weights: int, num_rows: int, emulator: Emulator) -> Non
     x, *weights = (
         mx.array(random.standard_normal((n, 576)).astype(np.float32)).astype(BF16) for n in (num_rows, *features)
     )
-    results = ProjectionKernels(emulator)(x, weights, mx.array(features, mx.int32))
-    for result, weight in zip(results, weights, strict=True):
+    results = ProjectionKernels(emulator)(x[:, None], weights, mx.array(features, mx.int32))
+    for result, weight in zip((result[:, 0] for result in results), weights, strict=True):
         wanted = x.astype(F32) @ weight.astype(F32).T
         assert float(mx.max(mx.abs(result.astype(F32) - wanted) / (1.0 + mx.abs(wanted)))) <= 5e-3
 

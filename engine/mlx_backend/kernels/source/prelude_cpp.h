@@ -245,6 +245,11 @@ INLINE void copy_vector(T* to, const T* from) {
   memcpy(to, from, N * sizeof(T));
 }
 
+template <int N, typename To, typename From>
+INLINE void convert_vector(To* to, const From* from) {
+  for (int i = 0; i < N; ++i) to[i] = To(float(from[i]));
+}
+
 // Same meaning as shuffles.h; one suspension a call, and the last lane to come does the work of all.
 template <int WIDTH, int N, bool MAXIMUM, bool STRIDED>
 static void combine_lanes(void** given) {

@@ -3,7 +3,8 @@
 #define THREAD
 #define SHARED
 #define INLINE static __device__ __forceinline__
-#define SHARED_ARRAY(type, name, extent) __shared__ type name extent
+// Aligned for loads and stores of 16 bytes.
+#define SHARED_ARRAY(type, name, extent) __shared__ alignas(16) type name extent
 #define BARRIER() __syncthreads()
 #define UNROLL _Pragma("unroll")
 
@@ -27,6 +28,17 @@ template <int N, typename T>
 INLINE void copy_vector(T* to, const T* from) {
   typedef typename Packed<N * sizeof(T)>::Type Type;
   *reinterpret_cast<Type*>(to) = *reinterpret_cast<const Type*>(from);
+}
+
+// To threadgroup memory, in the model's numbers.
+template <int N, typename To, typename From>
+INLINE void convert_vector(To* to, const From* from) {
+  UNROLL
+  for (int i = 0; i < N; ++i) to[i] = To(float(from[i]));
+}
+template <int N, typename T>
+INLINE void convert_vector(T* to, const T* from) {
+  copy_vector<N>(to, from);
 }
 
 // The same for numbers that are read once: they leave the cache first.

@@ -28,6 +28,13 @@ INLINE void copy_vector(device T* to, const thread T* from) {
   for (int i = 0; i < N; ++i) to[i] = from[i];
 }
 
+// To threadgroup memory, in the model's numbers.
+template <int N, typename To, typename From>
+INLINE void convert_vector(threadgroup To* to, const thread From* from) {
+  UNROLL
+  for (int i = 0; i < N; ++i) to[i] = To(float(from[i]));
+}
+
 template <int N, typename T>
 INLINE void stream_vector(thread T* to, const device T* from) {
   copy_vector<N>(to, from);
