@@ -29,10 +29,10 @@ SETTINGS = HttpSettings(max_body_bytes=4096, request_timeout_s=30.0, keep_alive_
 CHAT: dict[str, Any] = {"model": "chain", "messages": [{"role": "user", "content": "hello"}]}
 
 
-def chat_tokenizer() -> Tokenizer:
+def chat_tokenizer(template: str = TEMPLATE) -> Tokenizer:
     """The letter tokenizer with a chat template."""
     plain = letter_tokenizer()
-    return Tokenizer(TokenizerParts(plain._backend, (EOS,), {"default": TEMPLATE}))
+    return Tokenizer(TokenizerParts(plain._backend, (EOS,), {"default": template}))
 
 
 def prompt_of(messages: Sequence[dict[str, str]]) -> list[int]:
@@ -86,8 +86,8 @@ class EngineFleet:
 
     models = MODELS
 
-    def __init__(self, core: EngineCore | None = None, flush_interval_s: float = 0.0) -> None:
-        tokenizer = chat_tokenizer()
+    def __init__(self, core: EngineCore | None = None, flush_interval_s: float = 0.0, template: str = TEMPLATE) -> None:
+        tokenizer = chat_tokenizer(template)
         self.engine = AsyncEngine.in_thread(lambda: core or make_core(), tokenizer)
         self.runner = CallRunner(self.engine, tokenizer, flush_interval_s=flush_interval_s, max_waiting_requests=64)
 

@@ -25,6 +25,7 @@ from serve_app.ingress.body_limit import BodyLimit
 from serve_app.ingress.fleet import Fleet, ServedModel, find_model
 from serve_app.ingress.generation_routes import Generation, add_anthropic_routes, add_openai_routes
 from serve_app.ingress.primed import ResponseLimits, error_response
+from serve_app.ingress.request_ids import RequestIds
 from serve_app.ingress.validation import explain
 
 
@@ -79,7 +80,7 @@ def build_http_app(fleet: Fleet, settings: HttpSettings, book: KeyBook | None = 
             allow_headers=["*"],
             expose_headers=["x-request-id", "x-queue-ms", "x-ttft-ms", "retry-after"],
         )
-    return guarded
+    return RequestIds(guarded)
 
 
 def _add_models(app: FastAPI, fleet: Fleet) -> None:

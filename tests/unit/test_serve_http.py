@@ -335,3 +335,22 @@ class _Posting:
 
     async def __aexit__(self, *error: Any) -> None:
         await self._connection.__aexit__(*error)
+
+
+# --- names of requests --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_requests_name_goes_back_and_into_the_call(stream: bool) -> None:
+    fleet = ScriptedFleet(*said("hi"))
+    body = {**CHAT, "stream": stream}
+    reply = await client_of(fleet).post("/v1/chat/completions", body, **{"x-request-id": "mine-1"})
+    assert reply.headers["x-request-id"] == fleet.calls[0].client_request_id == "mine-1"
+
+
+@pytest.mark.parametrize("given", ["", "two words", "x" * 201, "caf\u00e9"])
+async def test_who_names_no_request_gets_a_name(given: str) -> None:
+    client = client_of(ScriptedFleet(*said("hi")))
+    for body in (CHAT, {}):
+        reply = await client.post("/v1/chat/completions", body, **{"x-request-id": given})
+        assert reply.headers["x-request-id"].startswith("req_")

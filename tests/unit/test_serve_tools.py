@@ -14,7 +14,7 @@ import pytest
 
 from serve_app.ingress.http_app import build_http_app
 from tests.core_fakes import make_core
-from tests.serve_fakes import SETTINGS, EngineFleet, SpeakingRunner
+from tests.serve_fakes import SETTINGS, TEMPLATE, EngineFleet, SpeakingRunner
 
 ASK: dict[str, Any] = {"model": "chain", "messages": [{"role": "user", "content": "hello"}]}
 FIND: dict[str, Any] = {
@@ -30,11 +30,11 @@ CALL = '<tool_call>{"name": "find", "arguments": {"text": "žluťoučký 🐎"}}
 
 
 @asynccontextmanager
-async def speaking(text: str) -> AsyncIterator[tuple[openai.AsyncOpenAI, SpeakingRunner]]:
+async def speaking(text: str, template: str = TEMPLATE) -> AsyncIterator[tuple[openai.AsyncOpenAI, SpeakingRunner]]:
     """A client of a server whose model says ``text``."""
     runner = SpeakingRunner(text)
     settings = replace(SETTINGS, max_body_bytes=2**20)
-    async with EngineFleet(make_core(runner, num_blocks=2048)) as fleet:
+    async with EngineFleet(make_core(runner, num_blocks=2048), template=template) as fleet:
         transport = httpx.ASGITransport(build_http_app(fleet, settings))
         async with openai.AsyncOpenAI(
             base_url="http://test/v1", api_key="x", max_retries=0, http_client=httpx.AsyncClient(transport=transport)
@@ -179,3 +179,32 @@ async def test_formats_reach_the_engine() -> None:
         grammar = runner.rows[-1].sampling.grammar
         assert grammar is not None
         assert json.loads(grammar.text) == schema
+
+
+# --- thinking -----------------------------------------------------------------------------------------------------
+
+THINKS = TEMPLATE + "{# <think></think> #}{% if enable_thinking is defined %}[{{ enable_thinking }}]{% endif %}"
+
+
+async def test_thinking_is_told_apart_from_the_answer() -> None:
+    async with speaking("<think>\nhm\n</think>\n\nYes.", THINKS) as (client, _):
+        found = await both_ways(client, **ASK)
+        assert (found["thinking"], found["content"]) == ("hm", "Yes.")
+
+
+async def test_thinking_may_begin_in_the_prompt_and_end_in_a_call() -> None:
+    async with speaking(f"hm</think>{CALL}", THINKS + "<think>\n") as (client, _):
+        found = await both_ways(client, **ASK, tools=[FIND])
+        assert (found["thinking"], found["content"], found["reason"]) == ("hm", None, "tool_calls")
+
+
+async def test_effort_budget_and_variables_reach_template_and_engine() -> None:
+    async with speaking("Yes.", THINKS) as (client, runner):
+        await client.chat.completions.create(**ASK, reasoning_effort="none")
+        assert runner.prompt.endswith("[False]")
+        more = {"chat_template_kwargs": {"enable_thinking": True}, "thinking_token_budget": 9}
+        await client.chat.completions.create(**ASK, extra_body=more)
+        assert runner.prompt.endswith("[True]")
+        thinking = runner.rows[-1].sampling.thinking
+        assert thinking is not None
+        assert (bytes(thinking.end), thinking.budget_tokens) == (b"</think>", 9)
