@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from serve_app.capacity.workload import PlannedSession, Workload, plan_sessions
 from serve_app.latency import RequestTiming, Summary, summarize
 
-_NUM_SAMPLED = 2000
+_NUM_SAMPLED = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +31,6 @@ class Demand:
     def sampled(self) -> tuple[PlannedSession, ...]:
         """Sessions to take means from, the same every time."""
         return plan_sessions(self.workload, "sample", _NUM_SAMPLED)
-
-    @property
-    def sessions_per_s(self) -> float:
-        """Sessions that begin at the peak: agents make many calls in one."""
-        sessions = self.sampled()
-        return self.calls_per_s * len(sessions) / sum(len(session.calls) for session in sessions)
 
     def more_often(self, factor: float) -> Demand:
         """The same people asking ``factor`` times as often."""

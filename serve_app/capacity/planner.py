@@ -42,6 +42,7 @@ class CallCost:
     squared_cv: float
     mean_tokens: float
     longest_tokens: int
+    calls_per_session: float
 
     @property
     def alone_s(self) -> float:
@@ -227,12 +228,12 @@ class Planner:
     def _run(self, macs: int, slots: int, number: int) -> Run:
         shares = any(each.shared_prefix or each.calls.mean > 1 for each in self.demand.workload.sessions)
         spec = self.kind.spec(slots, self.cost.longest_tokens, prefix_cache=shares)
-        calls_per_session = self.demand.calls_per_s / self.demand.sessions_per_s
+        calls_per_session = self.cost.calls_per_session
         is_plain = slots == 1 and self.settings.dispatch is CentralLine and applies_to(self.demand.workload)
         num_calls = self.settings.calls_per_run * (PLAIN_FACTOR if is_plain else 1)
         num_sessions = max(1, math.ceil(num_calls / calls_per_session))
         seed = f"{self.settings.seed}/{number}"
-        load = Load(self.demand.workload, self.demand.sessions_per_s, num_sessions, seed)
+        load = Load(self.demand.workload, self.demand.calls_per_s / calls_per_session, num_sessions, seed)
         return Run((spec,) * macs, load, self.settings.dispatch, steps_at_once(spec), is_plain)
 
     def _is_precise(self, simulations: Sequence[Simulation]) -> bool:
@@ -260,7 +261,8 @@ def call_cost(demand: Demand, times: StepTimes) -> CallCost:
     """What a call costs alone: its unread prompt tokens in chunks, its answer a token a step."""
     token_s = chunk_s(times, 512) / 512
     prefills, services, lengths = [], [], []
-    for session in demand.sampled():
+    sampled = demand.sampled()
+    for session in sampled:
         for index, call in enumerate(session.calls):
             cached = session.prefix_tokens if index == 0 else 0
             prefills.append((call.new_tokens - cached) * token_s)
@@ -272,7 +274,8 @@ def call_cost(demand: Demand, times: StepTimes) -> CallCost:
     prefill_s = sum(prefills) / len(prefills)
     # Longer calls than any of the sample may be drawn; the pool and the context must hold them.
     mean_tokens = sum(lengths) / len(lengths)
-    return CallCost(prefill_s, mean - prefill_s, variance / mean**2, mean_tokens, 4 * max(lengths))
+    calls_per_session = len(services) / len(sampled)
+    return CallCost(prefill_s, mean - prefill_s, variance / mean**2, mean_tokens, 4 * max(lengths), calls_per_session)
 
 
 def steps_at_once(spec: MachineSpec) -> int:

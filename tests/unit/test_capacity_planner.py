@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ from tests.unit.test_capacity_simulator import office
 
 RATES = RateTimes(3000.0, 100.0, (1.0, 1.7, 2.0, 2.25))
 OFFICE_LEVEL = FleetLevel(wait_mean_s=3.0, wait_p95_s=10.0)
-SETTINGS = PlanSettings(OFFICE_LEVEL, calls_per_run=100, max_runs=1)
+SETTINGS = PlanSettings(OFFICE_LEVEL, calls_per_run=40, max_runs=1)
 
 
 def planner(per_hour: float = 750.0, long_share: float = 0.25, **changes: object) -> Planner:
@@ -47,7 +46,7 @@ def test_more_work_than_capacity_is_reported_and_not_simulated() -> None:
 
 
 def test_the_smallest_fleet_meets_the_level_and_one_less_does_not() -> None:
-    found = planner(settings=replace(SETTINGS, calls_per_run=600))
+    found = planner(settings=replace(SETTINGS, calls_per_run=100))
     best = found.smallest(1)
     assert best.meets_slo
     assert best.macs == 4
@@ -69,15 +68,16 @@ def test_waiting_alone_is_never_the_only_bound() -> None:
 
 def test_slots_without_gain_trade_waiting_for_slowness() -> None:
     gainless = MachineKind("by hand", RateTimes(3000.0, 100.0), decode_share=1 / 3)
-    long_run = replace(SETTINGS, calls_per_run=300)
+    long_run = replace(SETTINGS, calls_per_run=150)
     one, four = (planner(kind=gainless, settings=long_run).option(3, slots) for slots in (1, 4))
     assert one.answers is not None
+    assert one.answers.tpot_s is not None
     assert four.answers is not None
     assert four.answers.wait_s is not None
     assert one.answers.wait_s is not None
     assert four.answers.wait_s.mean < one.answers.wait_s.mean
     assert four.answers.tpot_s is not None
-    assert four.answers.tpot_s.p95 > 0.03
+    assert four.answers.tpot_s.p95 > 0.02 > 0.0101 > one.answers.tpot_s.p95
 
 
 @pytest.mark.parametrize(("long_share", "slots", "binds"), [(0.0, 1, "bandwidth"), (1.0, 4, "prefill")])
@@ -98,8 +98,8 @@ def test_changes_of_mind_are_answered() -> None:
 
 
 def test_runs_are_added_until_the_mean_is_known() -> None:
-    rough = replace(SETTINGS, max_runs=12, precision=10.0)
-    fine = replace(SETTINGS, max_runs=12, precision=1e-9)
+    rough = replace(SETTINGS, calls_per_run=10, max_runs=12, precision=10.0)
+    fine = replace(rough, precision=1e-9)
     assert len(planner(settings=rough).simulate(4, 1, 12)) == 4
     assert len(planner(settings=fine).simulate(4, 1, 12)) == 12
 
@@ -151,18 +151,22 @@ PAPER = [
 def _one_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep the command in this process and short."""
     monkeypatch.setattr("serve_app.cli.plan_options.side_by_side", one_by_one)
-    monkeypatch.setattr("serve_app.cli.plan_options.PlanSettings", partial(PlanSettings, max_runs=1))
+
+    def short(level: FleetLevel, calls_per_run: int, **settings: object) -> PlanSettings:
+        return PlanSettings(level, calls_per_run=calls_per_run // 5, max_runs=1, **settings)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("serve_app.cli.plan_options.PlanSettings", short)
 
 
 def test_the_paper_calculation_in_json() -> None:
-    result = CliRunner().invoke(APP, [*PAPER, "--macs", "4", "--slots", "1,2", "--json", "--what-if"])
+    result = CliRunner().invoke(APP, [*PAPER, "--macs", "4", "--slots", "1", "--json", "--what-if"])
     assert result.exit_code == 0, result.output
     answer = json.loads(result.stdout)
-    one, two = answer["options"]
+    (one,) = answer["options"]
     assert (one["macs"], one["slots"], one["stable"], one["meets_slo"]) == (4, 1, True, True)
     assert {"utilisation", "wait_s", "ttft_s", "e2e_s", "binds"} <= set(one)
-    assert two["wait_s"]["mean"] < one["wait_s"]["mean"]
-    assert len(answer["what_if"]) == 6
+    assert one["wait_s"]["mean"] <= one["wait_s"]["p95"] <= one["e2e_s"]["p95"]
+    assert len(answer["what_if"]) == 3
     assert all(isinstance(note, str) for note in answer["assumptions"])
 
 
@@ -174,7 +178,7 @@ def test_an_unstable_load_has_no_numbers_in_json() -> None:
 
 
 def test_the_table_for_people() -> None:
-    result = CliRunner().invoke(APP, [*PAPER, "--slots", "1,2", "--macs", "4"])
+    result = CliRunner().invoke(APP, [*PAPER, "--slots", "1", "--macs", "4"])
     assert result.exit_code == 0, result.output
     assert "| 1 | 4 + 1 spare |" in result.stdout
     assert "meets the bounds" in result.stdout
