@@ -30,6 +30,7 @@ def _file_limit_kept() -> Iterator[None]:
 
 
 with _file_limit_kept():
+    from mlx_lm.models.activations import swiglu
     from mlx_lm.models.base import scaled_dot_product_attention
     from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
     from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
@@ -47,4 +48,5 @@ __all__ = [
     "load_model",
     "make_prompt_cache",
     "scaled_dot_product_attention",
+    "swiglu",
 ]

@@ -6,13 +6,14 @@ Owns: pools and caches of one model, the language-model head on sampling rows on
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from engine.batch import BlockCopy
-from engine.mlx_backend import attention
+from engine.mlx_backend import attention, cpu_activations
 from engine.mlx_backend.input_batch import InputBuilder, StepInputs
 from engine.mlx_backend.mlx_lm_parts import Model
 from engine.mlx_backend.paged_cache import LayerPool, LayerShape, PagedLayerCache, StepHolder, make_pools
@@ -57,6 +58,7 @@ class PackedModel:
         max_model_len: int,
     ) -> None:
         attention.take_over(model)
+        cpu_activations.take_over(model)
         self._model = model
         self._selector = _select_rows_in(model)
         self._holder = StepHolder()
@@ -68,8 +70,10 @@ class PackedModel:
         """Logits ``[R, vocab]`` of the sampling rows, lazily; the pools hold the step's keys and values afterwards."""
         self._holder.inputs = step
         self._selector.rows, self._selector.used = step.head_rows, False
+        on_cpu = mx.default_device().type == mx.cpu
         try:
-            logits: mx.array = self._model(step.tokens, cache=self.caches)
+            with cpu_activations.in_step() if on_cpu else nullcontext():
+                logits: mx.array = self._model(step.tokens, cache=self.caches)
         finally:
             self._holder.inputs = self._selector.rows = None
         # A decoder that was not found, or returns something else than hidden states: the head has run on all rows.
