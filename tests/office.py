@@ -84,6 +84,7 @@ class Office:
         self._draws: dict[str, random.Random] = {}
         self._numbers = count()
         self.watch_predictions = False
+        self.knows_users = True
         self._open: dict[str, tuple[Person, int, float | None]] = {}
         self._arrivals: list[tuple[float, int, Person]] = []
         for person in people:
@@ -127,7 +128,8 @@ class Office:
         sampling = SamplingParams(max_tokens=draw.randint(*person.answer), ignore_eos=True)
         predicted_s = self.scheduler.stats(now_s).predicted_wait_s if self.watch_predictions else None
         self._open[request_id] = (person, num_prompt, predicted_s)
-        self.scheduler.add(EngineRequest(request_id, prompt, sampling, at_s, user=person.name), now_s)
+        user = person.name if self.knows_users else ""
+        self.scheduler.add(EngineRequest(request_id, prompt, sampling, at_s, user=user), now_s)
         if not person.closed:
             self._ask_again(person, at_s)
 

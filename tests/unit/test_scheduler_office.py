@@ -82,6 +82,13 @@ def test_an_agent_that_floods_costs_others_no_more_than_an_equal_share_would() -
     assert flooded_s <= 2.0 * fair_s
 
 
+def test_without_users_everybody_would_wait_behind_the_agent() -> None:
+    office = Office([*askers(8), agent(50)], office_config(slots=8), Machine(), SEEDS[0])
+    office.knows_users = False
+    office.run(150.0)
+    assert p95_wait_s([office], "short") > 100.0 * p95_wait_s([flooded(SEEDS[0], 50)], "short")
+
+
 def test_the_agent_itself_gets_what_the_others_leave() -> None:
     fair, flood = (sum(len(flooded(seed, n).of("agent")) for seed in SEEDS) for n in (4, 50))
     assert flood >= 0.95 * fair
