@@ -17,9 +17,9 @@ from langchain_openai import ChatOpenAI
 from starlette.types import ASGIApp
 
 from serve_app.ingress.http_app import build_http_app
+from tests.api.test_tools import CALL, FIND
 from tests.core_fakes import make_core
 from tests.serve_fakes import SETTINGS, EngineFleet, SpeakingRunner
-from tests.unit.test_serve_tools import CALL, FIND
 
 HELLO: list[dict[str, Any]] = [{"role": "user", "content": "hello"}]
 SCHEMA = FIND["function"]["parameters"]
