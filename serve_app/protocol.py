@@ -124,7 +124,8 @@ class ChoiceDelta:
     """What came for one choice since the last message.
 
     ``finish_reason`` ("stop", "length" or "tool_calls") is set exactly once. ``stop_reason`` is the stop string or
-    token id that ended the answer, None for an end-of-text token. ``thinking`` is what a model thinks before it answers.
+    token id that ended the answer, None for an end-of-text token. ``thinking`` is what a model thinks before it
+    answers.
     """
 
     index: int

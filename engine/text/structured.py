@@ -105,7 +105,8 @@ class GrammarCompiler:
     def matcher(self, grammar: Grammar) -> GrammarMatcher:
         """Return a matcher at the start of an answer.
 
-        Raises InvalidParameterError, naming the grammar's ``param`` and for a JSON Schema the path, for what cannot be followed.
+        Raises InvalidParameterError, naming the grammar's ``param`` and for a JSON Schema the path, for what cannot be
+        followed.
         """
         return GrammarMatcher(self._compiled(grammar).deep_copy())
 
@@ -157,7 +158,7 @@ _checker = GrammarCompiler(None, vocab_size=0)
 
 
 def check_grammar(grammar: Grammar) -> None:
-    """Raise InvalidParameterError, naming the grammar's ``param`` and a JSON Schema's path, for what no model could be held to.
+    """Raise InvalidParameterError, naming ``param`` and a schema's path, for what no model could be held to.
 
     Needs no model, so that whoever takes a request can refuse it at once.
     """

@@ -20,7 +20,13 @@ TILING = tile_decode(GEOMETRY, 2, TUNINGS["metal"])
 CONSTANTS = {
     **decode_constants(GEOMETRY, TILING),
     **chunk_constants(GEOMETRY, vec=8),
-    **{"NUM_HEADS": 8, "THREADS": 256, "SIMDS": 4, "KEYS": 16, "ROWS": 8, "FEATS": 2, "TURNS": 2},
+    "NUM_HEADS": 8,
+    "THREADS": 256,
+    "SIMDS": 4,
+    "KEYS": 16,
+    "ROWS": 8,
+    "FEATS": 2,
+    "TURNS": 2,
 }
 METAL_TEXTS = [text for text in ALL_TEXTS if text not in PROJECTIONS]  # those are for CUDA alone
 SMALL = frozenset({"block_table", "seq_lens", "scales", "version", "span", "sinks", "targets", "pairs", "chunks"})
