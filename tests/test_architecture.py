@@ -39,7 +39,26 @@ PURE_ROOMS = (
     "engine.scheduler",
     "engine.memory",
     "serve_app.latency",
-    "serve_app.routing.policy",
+    *(
+        f"serve_app.routing.{name}"
+        for name in (
+            "cost",
+            "decision",
+            "keys",
+            "local_map",
+            "policy",
+            "prefix_index",
+            "prefix_memory",
+            "rendezvous",
+            "report",
+            "table",
+            "simulation.experiments",
+            "simulation.machine",
+            "simulation.rules",
+            "simulation.run",
+            "simulation.traffic",
+        )
+    ),
     "serve_app.autoscaling.policy",
     "serve_app.capacity.workload",
     "serve_app.capacity.perf_model",

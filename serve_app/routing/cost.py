@@ -1,12 +1,16 @@
-"""What sending a request to each replica would cost the person who waits, in seconds. Pure.
+"""What sending a request to each replica would cost, in seconds. Pure.
 
 Owns: the formulas, for all replicas at once. Must not know: where figures come from, or how a choice is made of costs.
 
-    wait     until a slot is free: departures it takes x usual answer / slots        (as engine/scheduler/forecast.py)
-    turn     reading what was there before: unread tokens / prefill speed
-    reread   reading what is not cached: (prompt - cached) / prefill speed
-    answer   a usual answer beside the others that decode there: it spreads load, and prefers faster machines
-    silence  grows with every second that a replica has not reported: its figures are no longer true
+    wait         until a slot is free: departures it takes x usual answer / slots    (as engine/scheduler/forecast.py)
+    turn         reading what was there before: unread tokens / prefill speed
+    reread       reading what is not cached: (prompt - cached) / prefill speed
+    disturbance  the same, for everybody who runs or waits there: while this prompt is read, they get less
+    answer       a usual answer beside the others that decode there: it spreads load, and prefers faster machines
+    silence      grows with every second that a replica has not reported: its figures are no longer true
+
+Without the disturbance every request does what is best for itself, and a fleet that is nearly full goes over: a busy
+home sends its conversations away, to be read again elsewhere, which makes elsewhere busy (docs/routing.md has figures).
 """
 
 from __future__ import annotations
@@ -42,6 +46,7 @@ class Costs:
     wait_s: Floats
     turn_s: Floats
     reread_s: Floats
+    disturbance_s: Floats
     answer_s: Floats
     silence_s: Floats
     total_s: Floats
@@ -54,6 +59,6 @@ def costs_of(load: Load, num_prompt_tokens: int, num_cached_tokens: Floats) -> C
     turn_s = load.num_unread_tokens / load.prefill_tokens_per_s
     reread_s = np.maximum(num_prompt_tokens - num_cached_tokens, 0.0) / load.prefill_tokens_per_s
     silence_s = np.maximum(load.age_s - SILENT_AFTER_S, 0.0) * SILENCE_WEIGHT
-    import os
-    total_s = wait_s + turn_s + reread_s * (1.0 + float(os.environ.get("EXT","0"))*load.num_requests) + load.answer_s + silence_s
-    return Costs(wait_s, turn_s, reread_s, load.answer_s, silence_s, total_s)
+    disturbance_s = reread_s * load.num_requests
+    total_s = wait_s + turn_s + reread_s + disturbance_s + load.answer_s + silence_s
+    return Costs(wait_s, turn_s, reread_s, disturbance_s, load.answer_s, silence_s, total_s)

@@ -31,6 +31,7 @@ class Candidate:
     wait_s: float
     turn_s: float
     reread_s: float
+    disturbance_s: float
     answer_s: float
     silence_s: float
     num_cached_tokens: int

@@ -32,6 +32,11 @@ from serve_app.routing.table import ReplicaTable
 
 EQUAL_SHARE = 0.1
 EQUAL_S = 0.05
+# In a large fleet a request has so many candidates: those that rendezvous hashing gives it, and those that hold most of
+# its prompt. Reports are a second old; if every router took the least loaded of all, all of them would take the same.
+NUM_CANDIDATES = 8
+NUM_HOLDERS = 4
+OUTSIDER_S = 10.0
 NUM_ALTERNATIVES = 3
 NUM_TRIES_KEPT = 4096
 # Larger than any cost: whoever has it comes after everybody who has not.
@@ -88,18 +93,7 @@ class RoutingPolicy:
         names = salted(request.prefix.hashes, request.salt)
         cached = self._index.num_cached_tokens(names, request.prefix.num_tokens, self._table.num_rows)
         costs = costs_of(self._table.load(now_s), request.prefix.num_prompt_tokens, cached)
-        is_last = self._is_last(request.request_id)
-        ranking = np.where(is_last, costs.total_s + _LAST_S, costs.total_s)
-        ranking[~self._table.columns.exists[: self._table.num_rows]] = np.inf
-        import os
-        k = int(os.environ.get("KK", "0"))
-        n = self._table.num_rows
-        if k and n > k:
-            w = weights(self._table.columns.nodes[:n], request.place)
-            mask = np.ones(n, np.bool_)
-            mask[np.argpartition(w, n - k)[n - k:]] = False
-            mask &= cached <= 2000
-            ranking[mask] += 1e3
+        ranking = costs.total_s + self._penalties(request, cached)
         best = self._best(ranking, cached, request.place)
         decision = self._record(request, ranking, best, costs, cached)
         self._note_choice(request, decision, names, now_s)
@@ -122,14 +116,29 @@ class RoutingPolicy:
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
-    def _is_last(self, request_id: str) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    def _penalties(self, request: RoutingRequest, cached: Floats) -> Floats:
+        """Seconds that put rows behind others for what they are, and not for what they cost."""
         n, columns = self._table.num_rows, self._table.columns
         is_last = columns.draining[:n] | ~columns.usable[:n]
-        if self._local.where(request_id) is None:
-            for replica in self._tried.get(request_id, ()):
+        if self._local.where(request.request_id) is None:
+            for replica in self._tried.get(request.request_id, ()):
                 if replica in self._table:
                     is_last[self._table.row_of(replica)] = True
-        return is_last
+        penalties_s = np.where(is_last, _LAST_S, 0.0)
+        if len(self._table) > NUM_CANDIDATES:
+            self._prefer_candidates(penalties_s, request.place, cached)
+        penalties_s[~columns.exists[:n]] = np.inf
+        return penalties_s
+
+    def _prefer_candidates(self, penalties_s: Floats, place: int, cached: Floats) -> None:
+        n, columns = self._table.num_rows, self._table.columns
+        can_be = columns.exists[:n] & (penalties_s == 0.0)
+        wanted = np.where(can_be, weights(columns.nodes[:n], place) * 2.0**-64, -1.0)
+        holding = np.where(can_be, cached + wanted, -1.0)
+        is_outsider = np.ones(n, np.bool_)
+        is_outsider[np.argpartition(wanted, n - NUM_CANDIDATES)[n - NUM_CANDIDATES :]] = False
+        is_outsider[np.argpartition(holding, n - NUM_HOLDERS)[n - NUM_HOLDERS :]] = False
+        penalties_s[is_outsider] += OUTSIDER_S
 
     def _best(self, ranking: Floats, cached: Floats, place: int) -> int:
         least_s = ranking.min()
@@ -159,6 +168,7 @@ class RoutingPolicy:
             wait_s=float(costs.wait_s[row]),
             turn_s=float(costs.turn_s[row]),
             reread_s=float(costs.reread_s[row]),
+            disturbance_s=float(costs.disturbance_s[row]),
             answer_s=float(costs.answer_s[row]),
             silence_s=float(costs.silence_s[row]),
             num_cached_tokens=int(cached[row]),

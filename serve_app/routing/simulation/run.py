@@ -20,7 +20,7 @@ REPORT_PERIOD_S = 0.5
 # A replica's report goes by its controller to the routers.
 REPORT_DELAY_S = 0.5
 # A machine that does nothing new says so less often here; it costs nothing but events.
-IDLE_PERIODS = 3
+IDLE_PERIODS = 7
 WARM_UP_SHARE = 0.1
 
 
