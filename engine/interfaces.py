@@ -73,7 +73,11 @@ class ModelRunner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStats:
-    """A moment of the scheduler. Blocks: total = free + cached + held."""
+    """A moment of the scheduler. Blocks: total = free + cached + held.
+
+    ``num_unread_tokens``: prompt tokens to compute, of requests that wait and that run. ``prefill_tokens_per_s`` and
+    ``usual_answer_s`` (an answer of the usual length, decoded beside what runs now) are learnt from measured steps.
+    """
 
     slots: int
     num_running: int
@@ -92,7 +96,10 @@ class SchedulerStats:
     num_refused: int
     num_cancelled: int
     num_failed: int
+    num_unread_tokens: int = 0
     predicted_wait_s: float | None = None
+    prefill_tokens_per_s: float | None = None
+    usual_answer_s: float | None = None
     waiting_on: Mapping[str, int] = field(default_factory=dict)
 
 

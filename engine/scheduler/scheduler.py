@@ -31,7 +31,7 @@ from engine.scheduler.admission import Admission, check_request
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.counters import Counters
 from engine.scheduler.fairness import FairShares
-from engine.scheduler.forecast import predicted_wait_s
+from engine.scheduler.forecast import num_unread_tokens, predicted_wait_s, prefill_tokens_per_s, usual_answer_s
 from engine.scheduler.in_flight import InFlightSteps, LaunchedStep
 from engine.scheduler.preemption import IMMUNE_TOKENS, choose_for_blocks
 from engine.scheduler.prefill_turn import PrefillTurn
@@ -199,7 +199,10 @@ class Scheduler:
             num_blocks_total=pool.num_blocks,
             num_blocks_free=pool.num_free,
             num_blocks_cached=pool.num_cached,
+            num_unread_tokens=num_unread_tokens(self._residency, self._waiting),
             predicted_wait_s=self._predicted_wait_s(),
+            prefill_tokens_per_s=prefill_tokens_per_s(self._config, self._cost),
+            usual_answer_s=usual_answer_s(self._residency, self._cost, self._counters),
             waiting_on=self._waiting.count_by_reason(),
             **self._counters.as_stats(),
         )

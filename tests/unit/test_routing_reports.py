@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -80,6 +80,7 @@ def test_a_memory_of_nothing_and_a_new_engine() -> None:
     assert not memory.newest()
 
 
+@settings(max_examples=40)
 @given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=5, unique=True), max_size=30), st.integers(0, 900))
 def test_a_memory_never_holds_more_than_the_cache(prompts: list[list[int]], num_kept: int) -> None:
     memory = PrefixMemory(num_kept)
@@ -137,6 +138,7 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 TestIndex = IndexMachine.TestCase
+TestIndex.settings = settings(max_examples=30, stateful_step_count=20)
 
 
 def test_many_holders_are_found_at_once() -> None:
