@@ -23,21 +23,24 @@ MAX_SHARE_PASSED = 1.0
 NUM_CHUNKS_SHORT = 2
 
 
-def may_pass(request: Request, ahead: Request, shares: FairShares, max_chunk_tokens: int) -> bool:
+def may_pass(
+    request: Request, ahead: Request, shares: FairShares, max_chunk_tokens: int, beside: Sequence[Request] = ()
+) -> bool:
     """Whether ``request`` is short enough to go before ``ahead``, which still has passes to give.
 
     Half as long is short enough. For a user who has been served less than the other, as long is too, as far as that is
-    a matter of ``NUM_CHUNKS_SHORT`` chunks.
+    a matter of ``NUM_CHUNKS_SHORT`` chunks. ``beside`` are about to pass in the same step.
     """
     num_tokens = request.num_uncomputed_tokens
     limit = ahead.num_tokens // 2
     if shares[request.user].counter < shares[ahead.user].counter:
         limit = max(limit, min(ahead.num_tokens, NUM_CHUNKS_SHORT * max_chunk_tokens))
+    num_tokens_passing = num_tokens + sum(other.num_uncomputed_tokens for other in beside)
     return (
         request.priority <= ahead.priority
         and num_tokens <= limit
-        and ahead.num_times_passed < MAX_TIMES_PASSED
-        and ahead.num_tokens_passed + num_tokens <= MAX_SHARE_PASSED * ahead.num_tokens
+        and ahead.num_times_passed + len(beside) < MAX_TIMES_PASSED
+        and ahead.num_tokens_passed + num_tokens_passing <= MAX_SHARE_PASSED * ahead.num_tokens
     )
 
 
@@ -64,9 +67,19 @@ class PrefillTurn:
         holder = self._holder
         if holder is None or holder not in in_order or in_order[0].priority < holder.priority:
             holder = self._holder = in_order[0]
-        others = [r for r in in_order if r is not holder]
-        passing = [r for r in others if r.passing or may_pass(r, holder, self._shares, self._max_chunk_tokens)]
-        return [*passing, holder, *(r for r in others if r not in passing)]
+        in_order.remove(holder)
+        passing: list[Request] = []
+        behind: list[Request] = []
+        new: list[Request] = []
+        for request in in_order:
+            if request.passing:
+                passing.append(request)
+            elif may_pass(request, holder, self._shares, self._max_chunk_tokens, new):
+                passing.append(request)
+                new.append(request)
+            else:
+                behind.append(request)
+        return [*passing, holder, *behind]
 
     def share_out(self, in_order: Sequence[Request], budget: ChunkBudget) -> list[tuple[Request, int]]:
         """Tokens for each request from the step's budget, in the order given by ``order``. The first gets some."""
@@ -75,24 +88,28 @@ class PrefillTurn:
         for request in in_order:
             is_before_holder = is_before_holder and request is not self._holder
             wanted = request.num_uncomputed_tokens
-            given = min(wanted, budget.tokens_from(request.num_computed_tokens))
-            if given < min(wanted, MIN_CHUNK_TOKENS):
-                if chunks:
-                    break
-                given = min(wanted, MIN_CHUNK_TOKENS, budget.num_tokens_left)
-            if is_before_holder and not request.passing and not self._pass_holder(request):
-                continue
+            affordable = budget.tokens_from(request.num_computed_tokens)
+            if chunks and affordable < min(wanted, MIN_CHUNK_TOKENS):
+                break
+            given = _cut(wanted, affordable, budget.num_tokens_left)
+            if is_before_holder and not request.passing:
+                assert self._holder is not None
+                count_pass(request, self._holder)
+                request.passing = True
             budget.spend(request.num_computed_tokens, given)
             chunks.append((request, given))
         return chunks
 
-    def _pass_holder(self, request: Request) -> bool:
-        """Count a pass, unless others of this step have used up the last."""
-        assert self._holder is not None
-        request.passing = may_pass(request, self._holder, self._shares, self._max_chunk_tokens)
-        if request.passing:
-            count_pass(request, self._holder)
-        return request.passing
-
     def _key(self, request: Request) -> tuple[int, float, int]:
         return (request.priority, self._shares[request.user].counter, request.arrival)
+
+
+def _cut(wanted: int, affordable: int, num_tokens_left: int) -> int:
+    """How much of a prompt to read: all of it, or whole multiples of the smallest chunk.
+
+    Steps of few different shapes are prepared once; and most chunks then end where a block does.
+    """
+    if wanted <= affordable:
+        return wanted
+    nearest = MIN_CHUNK_TOKENS * max(1, round(affordable / MIN_CHUNK_TOKENS))
+    return min(wanted, num_tokens_left, nearest)
