@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 
 from engine.errors import AdmissionRefusedError, NeverFitsError
+from engine.memory.kv_cache_manager import PrefixHit
 from engine.request import EngineRequest
+from engine.scheduler.admission import Admission
 from engine.scheduler.prefill_turn import MAX_TIMES_PASSED
+from engine.scheduler.request_state import Request
 from tests.builders import make_config, make_request
 from tests.fakes import Harness, expected_answer, make_harness
 
@@ -314,3 +317,25 @@ def test_the_predicted_wait_grows_with_the_queue() -> None:
         assert prediction is not None
         predictions.append(prediction)
     assert predictions == sorted(set(predictions))
+
+
+@pytest.mark.parametrize("binding", ["slots", "blocks"])
+def test_a_step_looks_at_few_of_many_waiting(monkeypatch: pytest.MonkeyPatch, binding: str) -> None:
+    """What a step examines does not depend on how many wait."""
+    examined: list[str] = []
+    plain = Admission._longest_hit
+
+    def counting(admission: Admission, request: Request) -> PrefixHit:
+        examined.append(request.request_id)
+        return plain(admission, request)
+
+    monkeypatch.setattr(Admission, "_longest_hit", counting)
+    config = make_config(slots=2 if binding == "slots" else 4, num_blocks=32, max_waiting_requests=2000)
+    harness = make_harness(config, checks=False)
+    harness.add(*asked(2, 40, 20))
+    harness.step()
+    harness.add(*asked(1000, 45, 30))
+    examined.clear()
+    harness.step()
+    assert harness.scheduler.stats(0.0).waiting_on == {binding: 1000}
+    assert len(examined) <= 16

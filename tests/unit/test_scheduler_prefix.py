@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.errors import StepFailedError
+from engine.memory.block_pool import BlockPool
 from engine.request import EngineRequest, WaitReason
 from tests.builders import make_config, make_request, make_tokens
 from tests.fakes import Harness, expected_answer, make_harness
@@ -278,3 +279,30 @@ def test_a_cache_that_was_dropped_is_computed_again() -> None:
     harness.run()
     assert harness.last(second.request_id).num_cached_tokens <= 8
     assert_all_right(harness, second)
+
+
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_looking_a_prefix_up_is_linear_in_its_blocks(monkeypatch: pytest.MonkeyPatch, is_cached: bool) -> None:
+    num_calls = 0
+    plain = BlockPool.find
+
+    def counting(pool: BlockPool, block_hash: bytes) -> int | None:
+        nonlocal num_calls
+        num_calls += 1
+        return plain(pool, block_hash)
+
+    monkeypatch.setattr(BlockPool, "find", counting)
+    found: list[int] = []
+    for num_blocks in (100, 200):
+        config = make_config(num_blocks=num_blocks + 8, max_model_len=4 * num_blocks + 8, max_chunk_tokens=4096)
+        harness = make_harness(config, checks=False)
+        prompt = make_tokens(4 * num_blocks, seed=1)
+        if is_cached:
+            harness.add(make_request(prompt, max_tokens=1))
+            harness.run()
+        num_calls = 0
+        harness.add(make_request(prompt, max_tokens=1))
+        harness.run()
+        found.append(num_calls)
+    assert found[1] <= 2 * found[0] + 4
+    assert found[1] <= 2 * 200 + 4
