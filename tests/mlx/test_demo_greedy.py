@@ -35,7 +35,7 @@ QUESTIONS = (
     "Hello!",
     "Explain recursion in one sentence.",
 )
-NUM_TOKENS = 8
+NUM_TOKENS = 6
 
 
 @pytest.fixture(scope="module")
