@@ -7,7 +7,8 @@ import pytest
 from engine.errors import AdmissionRefusedError, NeverFitsError
 from engine.memory.kv_cache_manager import PrefixHit
 from engine.request import EngineRequest
-from engine.scheduler.admission import Admission
+from engine.scheduler.admission import Admission, check_request
+from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.prefill_turn import MAX_TIMES_PASSED
 from engine.scheduler.request_state import Request
 from tests.builders import make_config, make_request
@@ -19,7 +20,7 @@ def num_admitted(harness: Harness) -> int:
     return harness.scheduler.stats(0.0).num_running
 
 
-def big_config(**changes: object) -> object:
+def big_config(**changes: object) -> SchedulerConfig:
     """The machine of the worked figures: 102,000 positions in blocks of 16, room for 256 sequences."""
     values: dict[str, object] = {
         "slots": 256,
@@ -83,6 +84,17 @@ def test_more_than_the_whole_pool_is_refused_with_the_numbers() -> None:
     assert (caught.value.num_blocks_needed, caught.value.num_blocks_total) == (12_500, 6_375)
     harness.add(*asked(1, 101_000, 1_001))
     assert num_admitted(harness) == 1
+
+
+@pytest.mark.parametrize(("num_prompt", "max_tokens", "num_blocks"), [(32, 32, 2), (33, 1, 2), (32, 2, 2)])
+def test_a_request_that_could_not_even_resume_alone_is_refused(
+    num_prompt: int, max_tokens: int, num_blocks: int
+) -> None:
+    """Two blocks of 16 hold a prompt of 32 and the one token that follows it, which is never computed."""
+    config = big_config(num_blocks=num_blocks)
+    with pytest.raises(NeverFitsError):
+        check_request(make_request(num_prompt, max_tokens=max_tokens), config)
+    assert check_request(make_request(32, max_tokens=1), config) == 33
 
 
 def test_a_giant_that_just_fits_runs_alone_and_ends() -> None:
