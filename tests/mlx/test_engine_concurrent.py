@@ -31,7 +31,12 @@ def build_tiny() -> EngineCore:
     loaded = describe_model(model, config, SOURCE, "cpu")
     runner = MlxModelRunner(loaded, num_blocks=64, block_size=16, slots=SLOTS, max_chunk_tokens=32)
     settings = SchedulerConfig(
-        slots=SLOTS, num_blocks=64, block_size=16, max_model_len=loaded.facts.max_model_len, max_chunk_tokens=32
+        slots=SLOTS,
+        num_blocks=64,
+        block_size=16,
+        max_model_len=loaded.facts.max_model_len,
+        max_chunk_tokens=32,
+        max_steps_in_flight=runner.max_steps_in_flight,
     )
     return EngineCore(Scheduler(settings), runner, time.monotonic, slots_asked=str(SLOTS))
 
