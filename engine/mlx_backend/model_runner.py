@@ -86,6 +86,7 @@ class MlxModelRunner:
         )
         self._last_tokens = mx.zeros((slots,), mx.int32)
         self._clock = StepClock()
+        self._overlaps = loaded.backend == "cpu"
         self._chunk_in_flight = False
 
     @property
@@ -95,9 +96,10 @@ class MlxModelRunner:
 
     @property
     def max_steps_in_flight(self) -> int:
-        """Two, so that a decode step is prepared while another computes; one while a prompt chunk computes, so that a
-        request that arrives then need not wait for two long steps."""
-        return 1 if self._chunk_in_flight else 2
+        """Two on the CPU, so that a decode step is prepared while another computes; one while a prompt chunk computes,
+        so that a request that arrives then need not wait for two long steps. One on a GPU: pools are written by indexed
+        assignment, which is in place there only between finished steps."""
+        return 2 if self._overlaps and not self._chunk_in_flight else 1
 
     def launch(self, batch: StepBatch) -> _PendingStep:
         """Build the step and start it."""

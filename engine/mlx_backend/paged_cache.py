@@ -7,8 +7,8 @@ Layout of a layer's keys (values alike): ``[kv_heads * (num_blocks + 1) * block_
 gathering whole blocks gives contiguous ``[kv_heads, positions, head_dim]`` without a transposing copy. The extra last
 block of each head is the *null block*: always zero, it pads gathers.
 
-The arrays are written by indexed assignment, which is in place only while nothing else holds the array: every step
-must be evaluated before the next one is built, or each write copies the whole pool.
+The arrays are written by indexed assignment, which is in place only while nothing but the graph holds the array: a
+view that is kept, or a GPU that still computes the step before, makes each write copy the whole pool.
 """
 
 from __future__ import annotations
