@@ -18,6 +18,7 @@ from engine.core.memory_readers import read_machine, system_reader
 from engine.core.messages import OnProgress, Progress
 from engine.core.model_files import expect_model
 from engine.core.process_main import run_engine_process
+from engine.interfaces import ModelRunner
 from engine.memory.guard import GuardConfig, GuardEvent, MemoryGuard
 from engine.memory.guard_driver import GuardDriver, GuardHooks
 from engine.memory.ledger import MemoryPlan, plan_memory
@@ -27,7 +28,8 @@ from engine.mlx_backend.device import choose_backend
 from engine.mlx_backend.loaded_model import LoadedModel
 from engine.mlx_backend.loader import load_model
 from engine.mlx_backend.memory import DeviceMemory, measure_model_bytes, with_device_limits
-from engine.mlx_backend.model_runner import MlxModelRunner, resolve_kv_dtype
+from engine.mlx_backend.model_runner import resolve_kv_dtype
+from engine.mlx_backend.runners import make_runner
 from engine.model_source import ModelSource, resolve_model
 from engine.scheduler.scheduler import Scheduler, SchedulerConfig
 from engine.text.structured import GrammarCompiler
@@ -78,7 +80,7 @@ def _join(
     config: EngineConfig, source: ModelSource, loaded: LoadedModel, inputs: PlanInputs, plan: MemoryPlan
 ) -> EngineCore:
     device = DeviceMemory(loaded.backend, plan)
-    runner = MlxModelRunner(
+    runner = make_runner(
         loaded,
         num_blocks=plan.num_blocks,
         block_size=config.block_size,
@@ -101,7 +103,7 @@ def _join(
 
 
 def _scheduler_config(
-    config: EngineConfig, source: ModelSource, runner: MlxModelRunner, plan: MemoryPlan
+    config: EngineConfig, source: ModelSource, runner: ModelRunner, plan: MemoryPlan
 ) -> SchedulerConfig:
     return SchedulerConfig(
         slots=plan.slots,

@@ -19,11 +19,12 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from engine.mlx_backend.kernels.dialect import Buffer, KernelText
+from engine.mlx_backend.kernels.dialect import SOURCE, Buffer, KernelText
 from engine.mlx_backend.kernels.launch import Groups
 
 COMPILER = shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
-_FLAGS = ("-std=gnu++17", "-O2", "-fPIC", "-shared", "-U_FORTIFY_SOURCE", "-fno-stack-protector", "-w")
+_FLAGS = ("-std=gnu++17", "-O2", "-fPIC", "-U_FORTIFY_SOURCE", "-fno-stack-protector", "-w")
+PRELUDE = SOURCE / "prelude_cpp.h"
 _CPP_TYPES = {mx.float32: "float", mx.float16: "float16", mx.bfloat16: "bfloat16"}
 
 
@@ -42,15 +43,27 @@ class Emulator:
 
     def build(self, source: str) -> ctypes.CDLL:
         """The shared library of ``source``; built once per text."""
-        assert COMPILER is not None
+        prelude = self._precompiled_prelude()
         stem = self.folder / hashlib.sha256(source.encode()).hexdigest()[:16]
         library = stem.with_suffix(".so")
         if not library.exists():
             stem.with_suffix(".cpp").write_text(source)
-            command = [COMPILER, *_FLAGS, str(stem.with_suffix(".cpp")), "-o", str(library)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            assert done.returncode == 0, done.stderr[:4000]
+            _compile("-shared", "-include", str(prelude), str(stem.with_suffix(".cpp")), "-o", str(library))
         return ctypes.CDLL(str(library))
+
+    def _precompiled_prelude(self) -> Path:
+        """The prelude beside its compiled form, which GCC takes instead: the standard library is read once."""
+        prelude = self.folder / PRELUDE.name
+        if not prelude.exists():
+            prelude.write_text(PRELUDE.read_text(encoding="utf-8"), encoding="utf-8")
+            _compile("-x", "c++-header", str(prelude), "-o", f"{prelude}.gch")
+        return prelude
+
+
+def _compile(*arguments: str) -> None:
+    assert COMPILER is not None
+    done = subprocess.run([COMPILER, *_FLAGS, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[:4000]
 
 
 class EmulatedKernel:
@@ -125,7 +138,7 @@ def _numbers(array: mx.array) -> npt.NDArray[Any]:
 
 
 def cpp_source(text: KernelText, dtype: str, pool_dtype: str, constants: Mapping[str, int]) -> str:
-    """A whole C++ file with one entry point ``run``."""
+    """A C++ file with one entry point ``run``, to be compiled behind the prelude."""
     types = {"T": dtype, "P": pool_dtype, "float": "float", "int": "int"}
     body = text.body("cpp")
     parameters, arguments = [], []
@@ -138,7 +151,8 @@ def cpp_source(text: KernelText, dtype: str, pool_dtype: str, constants: Mapping
             arguments.append(f"shapes[{index}]")
     template = ", ".join(["typename T", "typename P", *(f"int {name}" for name in text.constants)])
     values = ", ".join([dtype, pool_dtype, *(str(constants[name]) for name in text.constants)])
-    return f"""{text.header("cpp")}
+    common = text.header("cpp").removeprefix(PRELUDE.read_text(encoding="utf-8"))
+    return f"""{common}
 template <{template}>
 static void {text.name}({", ".join(parameters)}) {{
 {body}

@@ -5,7 +5,7 @@ Owns: reading layer geometries from a loaded model. Must not know: kernels beyon
 
 from __future__ import annotations
 
-from engine.mlx_backend.kernels.tiling import Geometry
+from engine.mlx_backend.kernels.tiling import Geometry, Tuning, attends_chunks
 from engine.mlx_backend.loaded_model import LoadedModel
 
 
@@ -25,3 +25,11 @@ def layer_geometries(loaded: LoadedModel, block_size: int) -> list[Geometry]:
         for layer in loaded.layers
     ]
     return list(dict.fromkeys(geometries))
+
+
+def pages_chunks(loaded: LoadedModel, block_size: int, tuning: Tuning) -> bool:
+    """Whether prompt chunks of ``loaded`` attend by the chunk attention kernel."""
+    number_bytes = loaded.compute_dtype.size
+    return tuning.pages_chunks and all(
+        attends_chunks(geometry, number_bytes) for geometry in layer_geometries(loaded, block_size)
+    )

@@ -18,7 +18,7 @@ import mlx.core as mx
 
 from engine.batch import StepBatch, StepOutput
 from engine.interfaces import ModelFacts
-from engine.mlx_backend.geometries import layer_geometries
+from engine.mlx_backend.geometries import pages_chunks
 from engine.mlx_backend.gpu_cache import KernelBook
 from engine.mlx_backend.gpu_inputs import GpuInputBuilder, HostStep
 from engine.mlx_backend.gpu_model import GpuModel
@@ -26,7 +26,7 @@ from engine.mlx_backend.gpu_sampler import GpuSampler, GpuSamples
 from engine.mlx_backend.kernels.launch import KernelFactory
 from engine.mlx_backend.kernels.projecting import MAX_ROWS
 from engine.mlx_backend.kernels.sampling import SampleKernel
-from engine.mlx_backend.kernels.tiling import Tuning, attends_chunks
+from engine.mlx_backend.kernels.tiling import Tuning
 from engine.mlx_backend.loaded_model import LoadedModel
 from engine.mlx_backend.model_runner import KvDtype, resolve_kv_dtype
 from engine.mlx_backend.row_guides import RowGuides
@@ -110,10 +110,7 @@ class GpuModelRunner:
             slots=slots,
             vocab_size_tokens=loaded.facts.vocab_size,
             windows=(layer.window or 0 for layer in loaded.layers),
-            pages_chunks=tuning.pages_chunks
-            and all(
-                attends_chunks(geometry, loaded.compute_dtype.size) for geometry in layer_geometries(loaded, block_size)
-            ),
+            pages_chunks=pages_chunks(loaded, block_size, tuning),
         )
         self._clock = StepClock()
 

@@ -18,6 +18,7 @@ import numpy as np
 from engine.mlx_backend.gpu_cache import KernelBook
 from engine.mlx_backend.kernels import reference
 from engine.mlx_backend.kernels.launch import KernelFactory
+from engine.mlx_backend.kernels.projecting import ProjectionKernels
 from engine.mlx_backend.kernels.sampling import SampleKernel
 from engine.mlx_backend.kernels.tiling import Geometry
 from engine.mlx_backend.noise import gumbel
@@ -28,6 +29,9 @@ _LENGTHS = (1, 0, 37, 200)
 _WIDENING = 5
 _ORDER_STEPS = 12
 _VOCAB_SIZE_TOKENS = 3001
+
+# Kernels that can be turned off alone.
+SAMPLING, CHUNK_ATTENTION, PROJECTIONS = "sampling", "chunk attention", "projections"
 
 Arrays = Sequence[mx.array]
 
@@ -72,33 +76,38 @@ class Trials:
 
     def run(self) -> Iterator[Verdict]:
         """Verdicts one by one; an exception (a compiler's, say) is a verdict too."""
-        for name, trial in (
-            ("paged decode attention", self._decode),
-            ("chunk write", self._write),
-            ("chunk gather", self._gather),
-            ("block copy", self._copy_blocks),
-            ("order of pool accesses", self._order),
-        ):
+        trials = {
+            "paged decode attention": self._decode,
+            "chunk write": self._write,
+            "chunk gather": self._gather,
+            CHUNK_ATTENTION: self._attend_chunks,
+            "block copy": self._copy_blocks,
+            "order of pool accesses": self._order,
+        }
+        if not (self._kernels.attends_chunks and self._kernels.tuning.pages_chunks):
+            del trials[CHUNK_ATTENTION]
+        for name, trial in trials.items():
             yield judge(name, trial, _TOLERANCES[self.dtype])
 
     def _draw(self, *shape: int) -> mx.array:
         return mx.array(self._random.standard_normal(shape).astype(np.float32)).astype(self.dtype)
 
     def _decode(self) -> tuple[Arrays, Arrays]:
+        """Three widths of table: a context in one split, in a few, and in many of which most are unused."""
         results: list[mx.array] = []
         wanted: list[mx.array] = []
-        reference_inputs = (self._queries, *self._new, self._pool.keys, self._pool.values, self._table, self._lengths)
-        expected = reference.decode(self.geometry, *reference_inputs, self._sinks)
-        # A wide table lets the context be split, a narrow one may not: both forms of the kernel are tried.
+        one_split = max(1, self._kernels.tiling.least // self.geometry.block_size)
         wide = mx.concatenate([self._table, *[mx.zeros_like(self._table)] * _WIDENING], axis=1)
-        for table in (self._table, wide):
+        for table in (self._table[:, :one_split], self._table, wide):
+            lengths = mx.minimum(self._lengths, table.shape[1] * self.geometry.block_size)
             pool = self._pool.copy()
-            out, version = self._kernels.decode(
-                *(self._queries, *self._new, pool, table, self._lengths, mx.zeros((1,), mx.int32), self._sinks)
-            )
+            inputs = (self._queries, *self._new)
+            out, version = self._kernels.decode(*inputs, pool, table, lengths, mx.zeros((1,), mx.int32), self._sinks)
             mx.eval(out, version)
             results += [out, pool.keys, pool.values]
-            wanted += expected
+            wanted += reference.decode(
+                self.geometry, *inputs, self._pool.keys, self._pool.values, table, lengths, self._sinks
+            )
         return results, wanted
 
     def _write(self) -> tuple[Arrays, Arrays]:
@@ -117,6 +126,15 @@ class Trials:
             reference.gather(self.geometry, array, table, span, 160) for array in (self._pool.keys, self._pool.values)
         ]
         return [keys, values], wanted
+
+    def _attend_chunks(self) -> tuple[Arrays, Arrays]:
+        g = self.geometry
+        queries = self._draw(60, g.num_heads, 1, g.head_dim)
+        chunks = mx.array([[0, 20, 0], [20, 40, 130]], mx.int32)
+        table, version = self._table[2:], mx.zeros((1,), mx.int32)
+        out, version = self._kernels.attend_chunks(queries, self._pool, table, chunks, version, self._sinks)
+        k_pool, v_pool = self._pool.keys, self._pool.values
+        return [out], [reference.attend_chunks(g, queries, k_pool, v_pool, table, chunks, self._sinks)]
 
     def _copy_blocks(self) -> tuple[Arrays, Arrays]:
         pairs = mx.array([[0, 5], [7, 2]], mx.int32)
@@ -169,7 +187,26 @@ def sampling_trial(factory: KernelFactory, dtype: mx.Dtype) -> Verdict:
         wanted = mx.where(mx.array([False, False, False, True, True, True]), drawn, greedy)
         return [tokens.astype(mx.float32), broken], [wanted.astype(mx.float32), mx.zeros_like(broken)]
 
-    return judge("sampling", trial, 0.0)
+    return judge(SAMPLING, trial, 0.0)
+
+
+def projection_trial(factory: KernelFactory, dtype: mx.Dtype) -> Verdict:
+    """The projection kernels, for one to three weights and for each number of rows that they are built for."""
+
+    def trial() -> tuple[Arrays, Arrays]:
+        random = np.random.default_rng(4)
+        results: list[mx.array] = []
+        wanted: list[mx.array] = []
+        kernels = ProjectionKernels(factory)
+        weights = [mx.array(random.standard_normal((n, 128)).astype(np.float32)).astype(dtype) for n in (64, 32, 32)]
+        for num_rows, count in ((3, 1), (3, 2), (3, 3), (16, 1), (32, 1)):
+            x = mx.array(random.standard_normal((num_rows, 1, 128)).astype(np.float32)).astype(dtype)
+            widths = mx.array([weight.shape[0] for weight in weights[:count]], mx.int32)
+            results += kernels(x, weights[:count], widths)
+            wanted += [x.astype(mx.float32) @ weight.astype(mx.float32).T for weight in weights[:count]]
+        return results, wanted
+
+    return judge(PROJECTIONS, trial, _TOLERANCES[dtype])
 
 
 def judge(name: str, trial: Callable[[], tuple[Arrays, Arrays]], tolerance: float) -> Verdict:

@@ -13,11 +13,20 @@ from engine.interfaces import ModelRunner
 from engine.mlx_backend.geometries import layer_geometries
 from engine.mlx_backend.gpu_cache import KernelBook
 from engine.mlx_backend.gpu_runner import GpuModelRunner
-from engine.mlx_backend.kernel_check import Trials, Verdict, sampling_trial
+from engine.mlx_backend.kernel_check import (
+    CHUNK_ATTENTION,
+    PROJECTIONS,
+    SAMPLING,
+    Trials,
+    Verdict,
+    projection_trial,
+    sampling_trial,
+)
 from engine.mlx_backend.kernels.launch import KernelFactory, gpu_factory, gpu_target
 from engine.mlx_backend.kernels.tiling import TUNINGS, Tuning
 from engine.mlx_backend.loaded_model import LoadedModel
 from engine.mlx_backend.model_runner import KvDtype, MlxModelRunner, resolve_kv_dtype
+from engine.mlx_backend.step_check import steps_trial
 
 logger = logging.getLogger(__name__)
 
@@ -47,11 +56,20 @@ def make_runner(
     target = gpu_target() if loaded.backend != "cpu" else None
     if target is None:
         return plain_runner(loaded)
-    factory, tuning = gpu_factory(target), TUNINGS[target]
-    verdicts = list(check_kernels(loaded, block_size, kv_dtype, factory, tuning))
-    failed = [verdict for verdict in verdicts if verdict.problem]
-    loaded = _disclosing(loaded, [f"Kernel off: {verdict.name} {verdict.problem}." for verdict in failed])
-    if any(verdict.name != SAMPLING for verdict in failed):
+    factory = gpu_factory(target)
+    verdicts = list(check_kernels(loaded, block_size, kv_dtype, factory, TUNINGS[target]))
+    failed = {verdict.name for verdict in verdicts if verdict.problem}
+    tuning = dataclasses.replace(
+        TUNINGS[target],
+        pages_chunks=TUNINGS[target].pages_chunks and CHUNK_ATTENTION not in failed,
+        projects_rows=TUNINGS[target].projects_rows and PROJECTIONS not in failed,
+    )
+    if failed <= {SAMPLING, CHUNK_ATTENTION, PROJECTIONS}:
+        verdicts.append(steps_trial(loaded, block_size, factory, tuning))
+        failed |= {verdict.name for verdict in verdicts[-1:] if verdict.problem}
+    problems = {verdict.name: verdict.problem for verdict in reversed(verdicts) if verdict.problem}
+    loaded = _disclosing(loaded, [f"Kernel off: {name} {problem}." for name, problem in problems.items()])
+    if not failed <= {SAMPLING, CHUNK_ATTENTION, PROJECTIONS}:
         return plain_runner(loaded)
     runner = GpuModelRunner(
         loaded,
@@ -62,13 +80,10 @@ def make_runner(
         factory=factory,
         tuning=tuning,
         kv_dtype=kv_dtype,
-        samples_on_device=not failed,
+        samples_on_device=SAMPLING not in failed,
     )
     runner.warm_up()
     return runner
-
-
-SAMPLING = "sampling"
 
 
 def check_kernels(
@@ -80,6 +95,8 @@ def check_kernels(
         yield from Trials(geometry, loaded.compute_dtype, pool_dtype, KernelBook(block_size, factory, tuning)).run()
     if any(layer.k_head_dim != layer.v_head_dim for layer in loaded.layers):
         yield Verdict("paged decode attention", "does not know keys and values of different sizes", float("inf"))
+    if tuning.projects_rows and loaded.compute_dtype.size == 2:
+        yield projection_trial(factory, loaded.compute_dtype)
     yield sampling_trial(factory, loaded.compute_dtype)
 
 
