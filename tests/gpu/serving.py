@@ -12,7 +12,7 @@ from mlx_lm.generate import BatchGenerator
 
 from engine.core.engine_core import EngineCore
 from engine.interfaces import ModelRunner
-from engine.request import EngineRequest, SamplingParams
+from engine.request import EngineRequest, SamplingParams, TokenOutput
 from engine.scheduler.scheduler import Scheduler, SchedulerConfig
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
@@ -134,13 +134,17 @@ def serve(
         now = time.perf_counter()
         if times is not None:
             times.num_steps += 1
-        for output in outputs:
-            assert output.error is None, output.error
-            run.token_times_s[int(output.request_id)] += [now] * len(output.token_ids)
-            run.first_tokens[int(output.request_id)] += output.token_ids
+        _take(run, outputs, now)
     run.ended_s = time.perf_counter()
     run.peak_bytes = mx.get_peak_memory()
     return run
+
+
+def _take(run: Run, outputs: Sequence[TokenOutput], now_s: float) -> None:
+    for output in outputs:
+        assert output.error is None, output.error
+        run.token_times_s[int(output.request_id)] += [now_s] * len(output.token_ids)
+        run.first_tokens[int(output.request_id)] += output.token_ids
 
 
 def _fields(sampling: SamplingParams) -> dict[str, Any]:
