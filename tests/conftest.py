@@ -18,7 +18,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 TESTS = Path(__file__).parent
-TIERS = ("unit", "api", "faults", "mlx", "serve", "gpu", "metal")
+TIERS = ("unit", "long", "api", "faults", "mlx", "serve", "gpu", "metal")
 
 # No deadline: a test must not depend on the speed of the machine. On CI every run draws the same examples.
 hypothesis.settings.register_profile("local", deadline=None)

@@ -67,7 +67,7 @@ PURE_ROOMS = (
 )
 IMPURE_PACKAGES = ("mlx", "mlx_lm", "ray", "asyncio", "threading", "time")
 FLEET_PACKAGES = ("ray", "fastapi", "starlette", "uvicorn")
-UNIT_TIER = ("tests.unit", "tests.fakes", "tests.builders")
+UNIT_TIER = ("tests.unit", "tests.long", "tests.fakes", "tests.builders")
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -12,7 +12,7 @@ from serve_app.capacity.perf_model import FittedTimes, chunk_s, decode_rows_s
 from serve_app.capacity.profile import SCHEMA, MachineProfile
 from serve_app.capacity.simulator import Load
 from serve_app.latency import RequestTiming
-from tests.unit.test_capacity_simulator import office
+from tests.long.test_capacity_simulator import office
 
 TRUE = FittedTimes(0.012, 0.004, 2e-6, 0.003, 0.0004, 2e-8)
 OVERHEAD_S = 0.05

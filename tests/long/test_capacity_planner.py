@@ -17,7 +17,7 @@ from serve_app.capacity.perf_model import FittedTimes, RateTimes, decode_rows_s
 from serve_app.capacity.planner import MachineKind, Option, Planner, PlanSettings, one_by_one, sensitivity
 from serve_app.capacity.profile import SCHEMA, MachineProfile, read_profile, write_profile
 from serve_app.cli.plan import plan
-from tests.unit.test_capacity_simulator import office
+from tests.long.test_capacity_simulator import office
 
 RATES = RateTimes(3000.0, 100.0, (1.0, 1.7, 2.0, 2.25))
 OFFICE_LEVEL = FleetLevel(wait_mean_s=3.0, wait_p95_s=10.0)
