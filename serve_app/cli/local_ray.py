@@ -26,7 +26,8 @@ from serve_app.config import ray_environment
 
 OBJECT_STORE_BYTES = 256 * 2**20
 # Tokens and prompts go over gRPC, so the object store stays almost empty; unified memory is for the KV pool.
-KILL_GRACE_S = 5.0
+# Longer than the engine's own teardown (engine.core.async_engine.TEARDOWN_S), which a kill must not cut short on a Mac.
+KILL_GRACE_S = 65.0 if sys.platform == "darwin" else 6.0
 # Serve's and Ray's own way to the end, measured at 3 to 8 s on two busy cores.
 SHUTDOWN_S = 30.0
 
