@@ -18,6 +18,7 @@ from engine.core.memory_readers import read_machine, system_reader
 from engine.core.messages import OnProgress, Progress
 from engine.core.model_files import expect_model
 from engine.core.process_main import run_engine_process
+from engine.errors import StartupError
 from engine.interfaces import ModelRunner
 from engine.memory.guard import GuardConfig, GuardEvent, MemoryGuard
 from engine.memory.guard_driver import GuardDriver, GuardHooks
@@ -47,9 +48,7 @@ def build_core(config: EngineConfig, on_progress: OnProgress) -> EngineCore:
     expected = expect_model(config, source, choose_backend(config.backend))
     on_progress(Progress("loading weights"))
     loaded = load_model(source, backend=config.backend, max_model_len=config.max_model_len, parity=config.parity)
-    tokenizer = load_tokenizer(source)
-    grammars = GrammarCompiler(tokenizer, vocab_size=max(tokenizer.vocab_size, loaded.facts.vocab_size))
-    loaded = dataclasses.replace(loaded, grammars=grammars)
+    loaded = _with_grammars(loaded, source)
     on_progress(Progress("measuring memory"))
     inputs = _plan_inputs(config, loaded)
     plan = plan_memory(inputs)
@@ -61,6 +60,17 @@ def build_core(config: EngineConfig, on_progress: OnProgress) -> EngineCore:
         logger.warning("%s", warning)
     on_progress(Progress("making the KV pool"))
     return _join(config, source, _disclosing(loaded, plan.warnings), inputs, plan)
+
+
+def _with_grammars(loaded: LoadedModel, source: ModelSource) -> LoadedModel:
+    try:
+        tokenizer = load_tokenizer(source)
+    except StartupError as error:
+        # Tokens can be computed without one. Whoever turns text into tokens will need it, and will say so.
+        logger.warning("no grammars: %s", error)
+        return loaded
+    grammars = GrammarCompiler(tokenizer, vocab_size=max(tokenizer.vocab_size, loaded.facts.vocab_size))
+    return dataclasses.replace(loaded, grammars=grammars)
 
 
 def _plan_inputs(config: EngineConfig, loaded: LoadedModel) -> PlanInputs:

@@ -59,11 +59,7 @@ def make_runner(
     factory = gpu_factory(target)
     verdicts = list(check_kernels(loaded, block_size, kv_dtype, factory, TUNINGS[target]))
     failed = {verdict.name for verdict in verdicts if verdict.problem}
-    tuning = dataclasses.replace(
-        TUNINGS[target],
-        pages_chunks=TUNINGS[target].pages_chunks and CHUNK_ATTENTION not in failed,
-        projects_rows=TUNINGS[target].projects_rows and PROJECTIONS not in failed,
-    )
+    tuning = _without(TUNINGS[target], failed)
     if failed <= {SAMPLING, CHUNK_ATTENTION, PROJECTIONS}:
         verdicts.append(steps_trial(loaded, block_size, factory, tuning))
         failed |= {verdict.name for verdict in verdicts[-1:] if verdict.problem}
@@ -84,6 +80,14 @@ def make_runner(
     )
     runner.warm_up()
     return runner
+
+
+def _without(tuning: Tuning, failed: set[str]) -> Tuning:
+    return dataclasses.replace(
+        tuning,
+        pages_chunks=tuning.pages_chunks and CHUNK_ATTENTION not in failed,
+        projects_rows=tuning.projects_rows and PROJECTIONS not in failed,
+    )
 
 
 def check_kernels(

@@ -36,6 +36,8 @@ class Ingress:
             limits.request_timeout_s,
             self._config.ingress.keep_alive_s,
             self._config.ingress.cors_origins,
+            # Serve's proxy does; with ours the header would stand there twice.
+            echoes_request_ids=False,
         )
         # Serve puts plain-text error handlers of its own into an application that has a place for them; this has none.
         return build_http_app(self._fleet, settings, KeyBook(self._config.keys))

@@ -37,6 +37,7 @@ class HttpSettings:
     request_timeout_s: float
     keep_alive_s: float
     cors_origins: tuple[str, ...] = ()
+    echoes_request_ids: bool = True
 
 
 class ErrorObject(BaseModel):
@@ -80,7 +81,7 @@ def build_http_app(fleet: Fleet, settings: HttpSettings, book: KeyBook | None = 
             allow_headers=["*"],
             expose_headers=["x-request-id", "x-queue-ms", "x-ttft-ms", "retry-after"],
         )
-    return RequestIds(guarded)
+    return RequestIds(guarded, echoes=settings.echoes_request_ids)
 
 
 def _add_models(app: FastAPI, fleet: Fleet) -> None:

@@ -17,10 +17,11 @@ _PLAIN = re.compile(r"[\x21-\x7e]{1,200}")
 
 
 class RequestIds:
-    """ASGI middleware around everything else."""
+    """ASGI middleware around everything else. ``echoes`` False: whoever is in front puts the name on the answer."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, *, echoes: bool) -> None:
         self._app = app
+        self._echoes = echoes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on under its name, and put that name on the answer."""
@@ -33,7 +34,7 @@ class RequestIds:
         scope["headers"] = [*(header for header in scope["headers"] if header[0] != raw[0]), raw]
 
         async def send_named(message: Message) -> None:
-            if message["type"] == "http.response.start":
+            if self._echoes and message["type"] == "http.response.start":
                 message["headers"] = [*message.get("headers", ()), raw]
             await send(message)
 

@@ -29,7 +29,14 @@ def run(taken_part_at: Callable[[float], float]) -> tuple[dict[str, list[int]], 
     model, config = build("llama")
     loaded = describe_model(model, config, ModelSource("tiny", "folder", Path("nowhere"), "r0"), "cpu")
     runner = MlxModelRunner(loaded, num_blocks=NUM_BLOCKS, block_size=16, slots=4, max_chunk_tokens=32)
-    settings = SchedulerConfig(slots=4, num_blocks=NUM_BLOCKS, block_size=16, max_model_len=512, max_chunk_tokens=32)
+    settings = SchedulerConfig(
+        slots=4,
+        num_blocks=NUM_BLOCKS,
+        block_size=16,
+        max_model_len=512,
+        max_chunk_tokens=32,
+        max_steps_in_flight=runner.max_steps_in_flight,
+    )
     scheduler, clock, guard = Scheduler(settings), FakeClock(), MemoryGuard(GuardConfig(HEADROOM, 8 * GIB))
 
     class Reader:
