@@ -93,21 +93,21 @@ class Admission:
             return WaitReason.PREFILL_TURN
         if self.is_held:
             return WaitReason.HEADROOM
+        victim = None
+        if not self._residency.num_free_slots:
+            victim = choose_for_slot(head, self._residency.running(), self._shares, self._config.slots)
+            if victim is None:
+                return WaitReason.SLOTS
         hit = self._longest_hit(head)
         if self._park_if_shared(head, hit, now_s):
             return None
-        if not self._residency.num_free_slots and not self._make_way_for(head, hit, now_s):
-            return WaitReason.SLOTS
+        if victim is not None:
+            if self._fitting(head, hit) is None:
+                return WaitReason.SLOTS
+            self._preempt(victim, now_s)
         if self._enter_if_fits(head, hit, now_s) or self._let_pass(head, now_s):
             return None
         return WaitReason.BLOCKS
-
-    def _make_way_for(self, head: Request, hit: PrefixHit, now_s: float) -> bool:
-        victim = choose_for_slot(head, self._residency.running(), self._shares, self._config.slots)
-        if victim is None or self._fitting(head, hit) is None:
-            return False
-        self._preempt(victim, now_s)
-        return True
 
     def _let_pass(self, head: Request, now_s: float) -> bool:
         for request in self._waiting.queue.first(_NUM_LOOKED_AHEAD)[1:]:
