@@ -11,22 +11,14 @@ from engine.mlx_backend.kernels import reference
 from engine.mlx_backend.kernels.paged_attention import PagedKernels
 from engine.mlx_backend.kernels.projecting import ProjectionKernels
 from engine.mlx_backend.kernels.tiling import TUNINGS, Geometry, Tuning
-from tests.kernel_cases import TOLERANCES, ArrayPool, Case, random_lengths, same
+from tests.kernel_cases import CONFIGURATIONS, TOLERANCES, ArrayPool, Case, random_lengths, same
 from tests.kernel_emulator import COMPILER, Emulator
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
-F32, F16, BF16 = mx.float32, mx.float16, mx.bfloat16
-WIDE, NARROW = TUNINGS["cuda"], TUNINGS["metal"]
-CONFIGURATIONS = {
-    "grouped heads, 128 wide, bf16": (Geometry(8, 2, 128, 16, 128**-0.5), BF16, BF16, WIDE),
-    "the same, cut for Metal": (Geometry(8, 2, 128, 16, 128**-0.5), BF16, BF16, NARROW),
-    "three heads a group, 64 wide, fp32": (Geometry(9, 3, 64, 16, 0.125), F32, F32, WIDE),
-    "no groups, 80 wide, soft cap, sinks": (Geometry(2, 2, 80, 8, 0.1, 0, 30.0, True), F16, F16, WIDE),
-    "seven heads a group, 96 wide, window": (Geometry(7, 1, 96, 16, 0.1, 50, 0.0, True), F16, F16, WIDE),
-    "one head for all, 64 wide, fp32 pool": (Geometry(8, 1, 64, 16, 0.125), BF16, F32, WIDE),
-    "two tiles, 256 wide, bf16 pool": (Geometry(32, 2, 256, 32, 0.0625, 700), F32, BF16, NARROW),
-}
+F32, BF16 = mx.float32, mx.bfloat16
+F16 = mx.float16
+WIDE = TUNINGS["cuda"]
 
 
 @pytest.fixture(scope="module")
