@@ -8,7 +8,14 @@ from __future__ import annotations
 from typing import Any
 
 from ray import serve
-from ray.serve.config import BackpressureConfig, HTTPOptions, ProxyLocation
+from ray.serve.config import (
+    AutoscalingConfig,
+    AutoscalingPolicy,
+    BackpressureConfig,
+    HTTPOptions,
+    ProxyLocation,
+    RequestRouterConfig,
+)
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import LoggingConfig
 
@@ -21,6 +28,15 @@ from serve_app.replica.deployment import MetalReplica
 ROUTER_RETRY_AFTER_S = 5.0
 # How often a replica that is to stop looks whether it is idle.
 SHUTDOWN_POLL_S = 0.5
+ROUTERS = {
+    "cost": "serve_app.routing.request_router.MetalRouter",
+    "power-of-two": "ray.serve._private.request_router:PowerOfTwoChoicesRequestRouter",
+    "round-robin": "ray.serve.experimental.round_robin_router:RoundRobinRouter",
+}
+SCALING_POLICY = "serve_app.autoscaling.serve_policy:ServeScaling"
+# Serve averages what replicas report over this; the policy has delays of its own on top.
+SCALING_LOOK_BACK_S = 2.0
+SCALING_REPORT_PERIOD_S = 1.0
 
 
 def run_app(config: AppConfig, replica: type[MetalReplica] = MetalReplica) -> DeploymentHandle[Any]:
@@ -62,7 +78,8 @@ def build_app(config: AppConfig, replica: type[MetalReplica] = MetalReplica) -> 
 def _replica(replica: type[MetalReplica], model: ModelConfig, config: ReplicaConfig) -> serve.Application:
     deployment: Any = serve.deployment(
         name=model.deployment_name,
-        num_replicas=model.replicas,
+        **_number_of_replicas(model),
+        request_router_config=_router(model, config),
         # Every Mac offers one `metal`: so exactly one replica on each. The engine's threads are not Ray's business.
         ray_actor_options={"num_cpus": 0, "resources": {"metal": 1}},
         max_ongoing_requests=model.max_ongoing_requests,
@@ -77,6 +94,36 @@ def _replica(replica: type[MetalReplica], model: ModelConfig, config: ReplicaCon
     )(replica)
     application: serve.Application = deployment.bind(model, config)
     return application
+
+
+def _number_of_replicas(model: ModelConfig) -> dict[str, Any]:
+    scaling = model.scaling
+    if scaling is None:
+        return {"num_replicas": model.replicas}
+    slots = model.engine.slots if isinstance(model.engine.slots, int) else 1
+    policy: Any = AutoscalingPolicy
+    config = AutoscalingConfig(
+        min_replicas=scaling.min_replicas,
+        initial_replicas=min(max(model.replicas, scaling.min_replicas), scaling.max_replicas),
+        max_replicas=scaling.max_replicas,
+        metrics_interval_s=SCALING_REPORT_PERIOD_S,
+        look_back_period_s=SCALING_LOOK_BACK_S,
+        upscale_delay_s=0.0,
+        downscale_delay_s=0.0,
+        policy=policy(policy_function=SCALING_POLICY, policy_kwargs={"rules": scaling.model_dump(), "slots": slots}),
+    )
+    return {"autoscaling_config": config}
+
+
+def _router(model: ModelConfig, config: ReplicaConfig) -> RequestRouterConfig:
+    is_ours = config.router == "cost"
+    values: dict[str, Any] = {
+        "request_router_class": ROUTERS[config.router],
+        "request_router_kwargs": {"per_user": model.engine.prefix_cache == "per-user"} if is_ours else {},
+        "request_routing_stats_period_s": config.report_period_s,
+        "request_routing_stats_timeout_s": config.health_check_timeout_s,
+    }
+    return RequestRouterConfig(**values)
 
 
 def _ingress(config: IngressConfig) -> Any:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from engine.config import (
     MAX_SLOTS,
@@ -55,13 +55,37 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
+class ScalingConfig(_Section):
+    """How many replicas a model has, by its load: ``ceil(requests / (slots * target_load)) + num_spare``.
+
+    More after ``up_after_s`` of more need, fewer after ``down_after_s`` of less.
+    """
+
+    min_replicas: int = Field(default=1, ge=0)
+    max_replicas: int = Field(ge=1)
+    num_spare: int = Field(default=0, ge=0)
+    target_load: float = Field(default=0.75, gt=0, le=1)
+    up_after_s: float = Field(default=2.0, ge=0)
+    down_after_s: float = Field(default=300.0, ge=0)
+
+    @model_validator(mode="after")
+    def _limits_are_in_order(self) -> ScalingConfig:
+        if self.min_replicas > self.max_replicas:
+            raise ValueError(f"`min_replicas` ({self.min_replicas}) is above `max_replicas` ({self.max_replicas})")
+        return self
+
+
 class ModelConfig(_Section):
-    """One served model: the name that clients send, other names for it, its engine, and how many Macs serve it."""
+    """One served model: the name that clients send, other names for it, its engine, and how many Macs serve it.
+
+    With ``scaling`` the load says how many, and ``replicas`` is how many there are at first.
+    """
 
     name: str = Field(min_length=1)
     aliases: tuple[str, ...] = ()
     engine: EngineConfig
     replicas: int = Field(default=1, ge=1)
+    scaling: ScalingConfig | None = None
 
     @property
     def deployment_name(self) -> str:
@@ -94,13 +118,17 @@ class IngressConfig(_Section):
 class ReplicaConfig(_Section):
     """The replicas' side of Ray Serve.
 
-    ``engine_runs`` "thread" is for tests. ``flush_interval_ms``: tokens that come within it travel in one message; each
+    ``engine_runs`` "thread" is for tests. ``router``: how the replica of a request is chosen, "cost" by waiting and
+    reading (docs/routing.md); ``report_period_s``: how often replicas tell routers what they have to do.
+    ``flush_interval_ms``: tokens that come within it travel in one message; each
     message costs about a millisecond of CPU over the two hops. ``shutdown_grace_s``: how long running answers may take
     when a replica is to stop; killing a process that holds wired Metal memory can strand that memory until reboot.
     """
 
     engine_runs: Literal["process", "thread"] = "process"
     flush_interval_ms: float = Field(default=30.0, ge=0)
+    router: Literal["cost", "power-of-two", "round-robin"] = "cost"
+    report_period_s: float = Field(default=0.5, gt=0)
     max_queued_requests: int = Field(default=256, ge=1)
     health_check_period_s: float = Field(default=2.0, gt=0)
     health_check_timeout_s: float = Field(default=5.0, gt=0)

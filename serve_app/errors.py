@@ -101,6 +101,10 @@ class NoReplicaError(ServeAppError):
     """No replica of the model can answer now."""
 
 
+class ReplicaDrainingError(ServeAppError):
+    """The replica takes no new calls: its machine is about to leave."""
+
+
 class ReplicaLostError(ServeAppError):
     """The replica that was answering is gone, or stopped before the answer was complete."""
 
@@ -134,6 +138,7 @@ TABLE: dict[str, _Row] = {
     "serve_app.errors.NoReplicaError": _Row(503, SERVER_ERROR, "no_replica", 5.0),
     "ray.serve.exceptions.DeploymentUnavailableError": _Row(503, SERVER_ERROR, "no_replica", 5.0),
     "ray.serve.exceptions.ReplicaUnavailableError": _Row(503, SERVER_ERROR, "replica_lost", 1.0),
+    "serve_app.errors.ReplicaDrainingError": _Row(503, SERVER_ERROR, "replica_draining", 1.0),
     "serve_app.errors.ReplicaLostError": _Row(503, SERVER_ERROR, "replica_lost", 1.0),
     # Between two replicas Serve speaks gRPC and passes on most of its errors as they are.
     "grpc.RpcError": _Row(503, SERVER_ERROR, "replica_lost", 1.0),

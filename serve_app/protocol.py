@@ -169,7 +169,10 @@ class Deltas:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStatus:
-    """What one replica says of itself. ``ready``: a request would be computed now. ``engine`` None: not known."""
+    """What one replica says of itself. ``ready``: a request would be computed now. ``engine`` None: not known.
+
+    ``draining``: it takes nothing new.
+    """
 
     replica_id: str
     node_id: str
@@ -178,3 +181,4 @@ class ReplicaStatus:
     ready: bool
     num_open_calls: int
     engine: EngineStatus | None = None
+    draining: bool = False

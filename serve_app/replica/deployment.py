@@ -26,8 +26,10 @@ from engine.text.tokenizer import Tokenizer, load_tokenizer
 from serve_app.config import ModelConfig, ReplicaConfig
 from serve_app.protocol import Deltas, GenerateCall, ReplicaStatus
 from serve_app.replica.calls import CallRunner
+from serve_app.replica.reporter import Reporter
 from serve_app.replica.startup_board import BoardWriter
-from serve_app.replica.stats import autoscaling_stats, routing_stats
+from serve_app.replica.stats import autoscaling_stats
+from serve_app.routing.report import Figure, to_stats
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +41,7 @@ class MetalReplica:
     async def __init__(self, model: ModelConfig, config: ReplicaConfig) -> None:  # type: ignore[misc]
         self._model = model
         self._in_thread = config.engine_runs == "thread"
+        self._reporter = Reporter(block_size=model.engine.block_size, prefix_cache=model.engine.prefix_cache)
         board = BoardWriter()
         try:
             tokenizer, self._engine = await self.load(board)
@@ -53,10 +56,12 @@ class MetalReplica:
         )
 
     async def generate(self, call: GenerateCall) -> AsyncGenerator[Deltas, None]:
-        """Yield the answer's messages. Errors and timing as ``CallRunner.generate``."""
-        async with aclosing(self._calls.generate(call)) as messages:
-            async for message in messages:
-                yield message
+        """Yield the answer's messages. Errors and timing as ``CallRunner.generate``, and ReplicaDrainingError."""
+        with self._reporter.counted(call) as record:
+            async with aclosing(self._calls.generate(call)) as messages:
+                async for message in messages:
+                    record.note(message)
+                    yield message
 
     async def status(self) -> ReplicaStatus:
         """What this replica says of itself; never waits for the engine."""
@@ -67,6 +72,7 @@ class MetalReplica:
             model=self._model.name,
             ready=self._engine.ready,
             num_open_calls=self._calls.num_open,
+            draining=self._reporter.draining,
             engine=self._engine_status(),
         )
 
@@ -86,9 +92,20 @@ class MetalReplica:
         """Serve asks for this periodically."""
         return autoscaling_stats(self._engine_status())
 
-    async def record_routing_stats(self) -> dict[str, int | float | str | bool | None]:
+    async def record_routing_stats(self) -> dict[str, Figure]:
         """Serve asks for this periodically and hands it to every router."""
-        return routing_stats(self._engine_status(), self._engine.ready)
+        return to_stats(self._reporter.report(self._engine_status(), ready=self._engine.ready))
+
+    async def set_draining(self, node: str, draining: bool) -> ReplicaStatus | None:
+        """Take nothing new any more, or again, if this replica is on ``node``: a Ray node id, or a host's name.
+
+        Returns what this replica says of itself then; None on another node. A replica that starts anew takes calls.
+        """
+        context = ray.get_runtime_context()
+        if node not in (context.get_node_id(), platform.node()):
+            return None
+        self._reporter.draining = draining
+        return await self.status()
 
     async def __del__(self) -> None:
         # Serve calls this once when the replica is to stop, after running calls had their time. A constructor that

@@ -1,4 +1,4 @@
-"""What a replica reports to Ray Serve's autoscaler and router. Pure.
+"""What a replica reports to Ray Serve's autoscaler. Pure.
 
 Owns: names and types of the figures. Ray disables a replica's autoscaling figures for good, with a line in a log, when
 the first report holds anything but int and float; so every figure here is one, and unknown is left out.
@@ -20,14 +20,3 @@ def autoscaling_stats(status: EngineStatus | None) -> dict[str, int | float]:
         "waiting": scheduler.num_waiting,
         "waiting_tokens": scheduler.num_waiting_tokens,
     }
-
-
-def routing_stats(status: EngineStatus | None, ready: bool) -> dict[str, int | float | str | bool | None]:
-    """Return what a router needs to compare replicas."""
-    figures: dict[str, int | float | str | bool | None] = {"ready": ready, **autoscaling_stats(status)}
-    if status is not None:
-        figures["predicted_wait_s"] = status.scheduler.predicted_wait_s
-        figures["blocks_free"] = status.scheduler.num_blocks_free
-        figures["blocks_total"] = status.scheduler.num_blocks_total
-        figures["revision"] = status.model.revision
-    return figures

@@ -7,7 +7,7 @@ Owns: the formulas, for all replicas at once. Must not know: where figures come 
     reread       reading what is not cached: (prompt - cached) / prefill speed
     disturbance  the same, for everybody who runs or waits there: while this prompt is read, they get less
     answer       a usual answer beside the others that decode there: it spreads load, and prefers faster machines
-    silence      grows with every second that a replica has not reported: its figures are no longer true
+    silence      grows with every second that a replica has reported less lately than others: its figures may be wrong
 
 Without the disturbance every request does what is best for itself, and a fleet that is nearly full goes over: a busy
 home sends its conversations away, to be read again elsewhere, which makes elsewhere busy (docs/routing.md has figures).
@@ -58,7 +58,9 @@ def costs_of(load: Load, num_prompt_tokens: int, num_cached_tokens: Floats) -> C
     wait_s = departures * load.answer_s / load.slots
     turn_s = load.num_unread_tokens / load.prefill_tokens_per_s
     reread_s = np.maximum(num_prompt_tokens - num_cached_tokens, 0.0) / load.prefill_tokens_per_s
-    silence_s = np.maximum(load.age_s - SILENT_AFTER_S, 0.0) * SILENCE_WEIGHT
+    # All of them are silent when the controller is gone: that is no reason to prefer any.
+    age_s = load.age_s - load.age_s.min()
+    silence_s = np.maximum(age_s - SILENT_AFTER_S, 0.0) * SILENCE_WEIGHT
     disturbance_s = reread_s * load.num_requests
     total_s = wait_s + turn_s + reread_s + disturbance_s + load.answer_s + silence_s
     return Costs(wait_s, turn_s, reread_s, disturbance_s, load.answer_s, silence_s, total_s)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any
 
-from serve_app.protocol import ChatMessage, PrefixChain, Prompt
+from serve_app.protocol import ChatMessage, GenerateCall, PrefixChain, Prompt
 
 LINK_BYTES = 8192
 # Enough for a head and for the turns since somebody branched off; each link costs 16 bytes on its way.
@@ -28,6 +28,19 @@ TOKENS_PER_MESSAGE = 4
 TOKEN_ID_BYTES = 4
 _HASH_BYTES = 8
 _HEAD_ROLES = ("system", "developer")
+
+
+def prefix_of(call: GenerateCall) -> PrefixChain:
+    """Return the chain of a call's prompt."""
+    if call.messages:
+        return chat_prefix(call.messages, call.tool_use.tools if call.tool_use else ())
+    return prompts_prefix(call.prompts)
+
+
+def salt_of(call: GenerateCall, *, per_user: bool) -> str:
+    """Return what keeps the call's cached prompt apart from others'; empty where it is shared."""
+    user = call.user if per_user else ""
+    return f"{call.cache_salt}\0{user}" if call.cache_salt or user else ""
 
 
 def chat_prefix(messages: Sequence[ChatMessage], tools: Sequence[Any] = ()) -> PrefixChain:

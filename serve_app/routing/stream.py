@@ -1,8 +1,8 @@
 """One call to a replica, from its opening to its last message, the same for the ingress and for Python tools.
 
-Owns: that a call is always cancelled when it is left, that a call whose replica vanished before the first message is
-given to another one once, and that an answer which merely stops is an error. Must not know: HTTP, how replicas are
-ranked.
+Owns: that a call is always cancelled when it is left, that a call which its replica lost or would not take is given to
+another one once, if nothing of its answer has come, and that an answer which merely stops is an error. Must not know:
+HTTP, how replicas are ranked.
 
 Ray Serve never retries a call that a replica accepted, and a response generator that is dropped without ``cancel`` runs
 on to its end in the engine.
@@ -12,14 +12,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
 from engine.errors import RequestCancelledError
 from serve_app.errors import ReplicaLostError, answer_for, cause_of
 from serve_app.protocol import Deltas, GenerateCall
+from serve_app.routing.decision import Decision
+from serve_app.routing.journal import JOURNAL
+from serve_app.routing.keys import prefix_of
 
 MAX_MOVES = 1
+# Ends of a call that say nothing of the call itself: another replica may well answer it.
+MOVABLE_CODES = frozenset({"replica_lost", "engine_dead", "replica_draining"})
+FULL_CODE = "queue_full"
 
 
 class ReplicaStream:
@@ -28,11 +35,16 @@ class ReplicaStream:
     def __init__(self, handle: Any, call: GenerateCall) -> None:
         """``handle``: the Serve handle of the model's replicas."""
         self._method = handle.options(method_name="generate", stream=True)
-        self._call = call
+        self._call = call if call.prefix.hashes else replace(call, prefix=prefix_of(call))
         self._response: Any = None
         self._num_messages = 0
         self._num_moves = 0
         self._complete = False
+
+    @property
+    def decision(self) -> Decision | None:
+        """Why the call is where it is; None before it was sent, and where another router than ours chooses."""
+        return JOURNAL.decision_on(self._call.request_id)
 
     def open(self) -> None:
         """Send the call on its way. Does not wait."""
@@ -75,8 +87,8 @@ class ReplicaStream:
             except asyncio.CancelledError:
                 if _is_cancelled_from_outside():
                     raise
-                # Serve reports a replica that cancelled the call by itself in this form too.
-                raise RequestCancelledError("The replica ended the call.") from None
+                # Serve reports a call that the router gave up, or that the replica ended by itself, in this form too.
+                self._move_or_raise(self._end_of_cancelled())
             except Exception as error:
                 self._move_or_raise(error)
         raise StopAsyncIteration
@@ -106,12 +118,22 @@ class ReplicaStream:
 
     def _move_or_raise(self, error: Exception) -> None:
         cause = cause_of(error)
-        lost = answer_for(cause).code == "replica_lost"
-        if not lost or self._num_messages or self._num_moves >= MAX_MOVES:
+        if self._num_messages or self._num_moves >= MAX_MOVES or not self._may_move(answer_for(cause).code):
             raise cause from None
         self._num_moves += 1
         self.close()
         self.open()
+
+    def _may_move(self, code: str | None) -> bool:
+        if code == FULL_CODE:
+            # A router's figures are a second old: somebody else may have room.
+            return self.decision is not None and self.decision.num_usable > 1
+        return code in MOVABLE_CODES
+
+    def _end_of_cancelled(self) -> Exception:
+        if JOURNAL.take_lost(self._call.request_id):
+            return ReplicaLostError("The machine that was answering is silent.")
+        return RequestCancelledError("The replica ended the call.")
 
 
 def _cut_off() -> ReplicaLostError:

@@ -15,7 +15,7 @@ from engine.errors import AdmissionRefusedError, ContextLengthError, InvalidPara
 from engine.request import FinishReason, SamplingParams, Timeline, TokenLogprobs, WaitReason
 from serve_app.protocol import Deltas, GenerateCall
 from serve_app.replica.fold import CallFolder
-from serve_app.replica.stats import autoscaling_stats, routing_stats
+from serve_app.replica.stats import autoscaling_stats
 from serve_app.replica.stream import batches
 from tests.core_fakes import ChainRunner, answer_text, letter_tokenizer, make_core, until
 from tests.serve_fakes import EngineFleet
@@ -263,5 +263,3 @@ async def test_figures_for_the_autoscaler_are_numbers_whatever_the_engines_state
     for figures in (autoscaling_stats(status), autoscaling_stats(None)):
         assert {"slots", "running", "waiting", "waiting_tokens"} <= set(figures)
         assert all(type(value) in (int, float) for value in figures.values())
-    assert routing_stats(None, ready=False)["ready"] is False
-    assert routing_stats(status, ready=True)["revision"] == "1"

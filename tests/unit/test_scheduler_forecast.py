@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.builders import make_config, make_request
 from tests.fakes import make_harness
 
@@ -30,6 +28,6 @@ def test_unread_tokens_are_those_of_all_prompts_and_are_gone_when_they_are_read(
     harness.step()
     waiting = harness.scheduler.stats(harness.clock.now_s)
     assert waiting.num_waiting_tokens == 24
-    assert waiting.num_unread_tokens == pytest.approx(24, abs=39)
+    assert 24 <= waiting.num_unread_tokens < 64
     harness.run()
     assert harness.scheduler.stats(harness.clock.now_s).num_unread_tokens == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -60,7 +61,8 @@ class Handle:
         return self
 
     def remote(self, call: GenerateCall) -> Response:
-        assert call is CALL
+        assert call == replace(CALL, prefix=call.prefix)
+        assert call.prefix.hashes
         self.responses.append(Response(self._scripts.pop(0)))
         return self.responses[-1]
 

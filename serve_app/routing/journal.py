@@ -1,0 +1,55 @@
+"""What this process's routers decided, where the rest of the process can read it.
+
+Owns: one journal for the process, safe to use from every thread. Must not know: how decisions are made. Serve runs
+routers on a thread of their own and makes them itself, so there is no object that both sides could be given.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+
+from serve_app.routing.decision import Decision, DecisionLog
+
+NUM_LOST_KEPT = 1024
+
+
+class Journal:
+    """Decisions by request, and the requests whose replica no longer answers anybody."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._decisions = DecisionLog()
+        self._lost: OrderedDict[str, None] = OrderedDict()
+
+    def note(self, decision: Decision) -> None:
+        """Keep ``decision``."""
+        with self._lock:
+            self._decisions.add(decision)
+
+    def decision_on(self, request_id: str) -> Decision | None:
+        """Return the last decision on a request of this process."""
+        with self._lock:
+            return self._decisions.get(request_id)
+
+    def newest(self, num: int) -> tuple[Decision, ...]:
+        """Return the last decisions, newest first."""
+        with self._lock:
+            return self._decisions.newest(num)
+
+    def note_lost(self, request_id: str) -> None:
+        """The request was given up by its router: its replica is silent, and answers no probe."""
+        with self._lock:
+            self._lost[request_id] = None
+            if len(self._lost) > NUM_LOST_KEPT:
+                self._lost.popitem(last=False)
+
+    def take_lost(self, request_id: str) -> bool:
+        """Return whether the request was given up since the last time this was asked."""
+        with self._lock:
+            is_lost = request_id in self._lost
+            self._lost.pop(request_id, None)
+            return is_lost
+
+
+JOURNAL = Journal()
