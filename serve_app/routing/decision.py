@@ -39,7 +39,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One choice. ``order``: all replicas, best first. ``alternatives``: the best of those not chosen."""
+    """One choice. ``order``: the best replicas, best first. ``alternatives``: the best of those not chosen."""
 
     request_id: str
     reason: Reason

@@ -37,6 +37,7 @@ EQUAL_S = 0.05
 NUM_CANDIDATES = 8
 NUM_HOLDERS = 4
 OUTSIDER_S = 10.0
+NUM_RANKED = 16
 NUM_ALTERNATIVES = 3
 NUM_TRIES_KEPT = 4096
 # Larger than any cost: whoever has it comes after everybody who has not.
@@ -149,14 +150,16 @@ class RoutingPolicy:
         return int(equal[np.argmax(weights(self._table.columns.nodes[equal], place))])
 
     def _record(self, request: RoutingRequest, ranking: Floats, best: int, costs: Costs, cached: Floats) -> Decision:
-        order = [row for row in np.argsort(ranking, kind="stable").tolist() if row != best][: len(self._table) - 1]
+        num_ranked = min(len(self._table), NUM_RANKED)
+        first = np.argpartition(ranking, num_ranked - 1)[:num_ranked]
+        order = [row for row in first[np.argsort(ranking[first], kind="stable")].tolist() if row != best]
         num_usable = int(np.count_nonzero(ranking < _LAST_S))
         return Decision(
             request_id=request.request_id,
             reason=_reason(ranking, best, cached, num_usable),
             chosen=self._candidate(best, costs, cached),
             alternatives=tuple(self._candidate(row, costs, cached) for row in order[:NUM_ALTERNATIVES]),
-            order=tuple(map(self._table.name_of, (best, *order))),
+            order=tuple(map(self._table.name_of, (best, *order)))[:num_ranked],
             num_prompt_tokens=request.prefix.num_prompt_tokens,
             num_usable=num_usable,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import random
 import time
+from collections.abc import Sequence
 
 from serve_app.protocol import PrefixChain
 from serve_app.routing.policy import RoutingPolicy, RoutingRequest
@@ -12,11 +13,12 @@ from serve_app.routing.report import ReplicaReport
 from serve_app.routing.simulation.experiments import (
     OFFICE_CASES,
     FleetCase,
+    all_rules,
     compare,
     machines_needed,
     mixed_fleet,
 )
-from serve_app.routing.simulation.rules import Policy, PowerOfTwo, RoundRobin, Rule, Sticky
+from serve_app.routing.simulation.rules import Policy, Sticky
 from serve_app.routing.simulation.run import Outcome, run
 from serve_app.routing.simulation.traffic import Traffic, requests
 
@@ -36,11 +38,11 @@ def office(num_requests: int) -> None:
         print(f"| {' | '.join(row)} |", flush=True)
 
 
-def fleet(num_machines: int, num_requests: int, num_routers: int) -> None:
+def fleet(num_machines: int, num_requests: int, num_routers: int, names: Sequence[str]) -> None:
     """A large fleet under each rule."""
     print(f"{num_machines} Macs, {100 * num_machines} people, {num_requests} requests, {num_routers} routers")
     print(f"{HEADER}\n|---|---|---|---|---|---|---|")
-    for name, outcome in compare(FleetCase(num_machines, num_requests), num_routers):
+    for name, outcome in compare(FleetCase(num_machines, num_requests), num_routers, names):
         print(_row(name, outcome), flush=True)
 
 
@@ -48,13 +50,7 @@ def mixed(num_requests: int) -> None:
     """Two fast and two slow Macs under each rule."""
     kinds = mixed_fleet()
     print(f"{HEADER}\n|---|---|---|---|---|---|---|")
-    rules: dict[str, Rule] = {
-        "policy": Policy(len(kinds), len(kinds)),
-        "sticky": Sticky(),
-        "power of two": PowerOfTwo(),
-        "round robin": RoundRobin(),
-    }
-    for name, rule in rules.items():
+    for name, rule in all_rules(len(kinds), len(kinds)).items():
         print(_row(name, run(rule, kinds, requests(Traffic(900, num_live=200), num_requests))), flush=True)
 
 
@@ -101,12 +97,13 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=30_000)
     parser.add_argument("--machines", type=int, default=1000)
     parser.add_argument("--routers", type=int, default=4)
+    parser.add_argument("--rule", action="append", default=[], help="only this one (may be repeated)")
     options = parser.parse_args()
     match options.experiment:
         case "office":
             office(options.requests)
         case "fleet":
-            fleet(options.machines, options.requests, options.routers)
+            fleet(options.machines, options.requests, options.routers, options.rule)
         case "mixed":
             mixed(options.requests)
         case _:

@@ -5,7 +5,7 @@ Owns: machines, loads and the service level of each experiment. Must not know: h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from serve_app.routing.simulation.machine import MachineKind
@@ -90,16 +90,21 @@ class FleetCase:
         return [MachineKind(slots=4, gains=DENSE_GAINS, num_tokens_cached=300_000)] * self.num_machines
 
 
-def compare(case: FleetCase, num_routers: int) -> Iterator[tuple[str, Outcome]]:
-    """Yield each rule's name and how the fleet does under it, for the very same requests."""
-    rules: dict[str, Rule] = {
-        "policy": Policy(case.num_machines, num_routers),
+def all_rules(num_machines: int, num_routers: int) -> dict[str, Rule]:
+    """Return each rule by its name."""
+    return {
+        "policy": Policy(num_machines, num_routers),
         "sticky": Sticky(),
         "power of two": PowerOfTwo(),
         "round robin": RoundRobin(),
     }
-    for name, rule in rules.items():
-        yield name, run(rule, case.kinds, requests(case.traffic, case.num_requests))
+
+
+def compare(case: FleetCase, num_routers: int, names: Sequence[str] = ()) -> Iterator[tuple[str, Outcome]]:
+    """Yield each rule's name (of ``names``, or all) and how the fleet does under it, for the very same requests."""
+    for name, rule in all_rules(case.num_machines, num_routers).items():
+        if not names or name in names:
+            yield name, run(rule, case.kinds, requests(case.traffic, case.num_requests))
 
 
 def mixed_fleet() -> list[MachineKind]:
