@@ -172,9 +172,17 @@ class Admission:
         return self._residency.prefills.worth_waiting_for(request, num_found)
 
     def _fork_parent(self, request: Request) -> Request | None:
-        """The living request whose prompt this one shares by the caller's word, if it is true."""
+        """The living request whose prompt this one shares by the caller's word, if it is true.
+
+        One of another user or urgency does not count: it could be taken off its slot for this request's sake, and with
+        it would go the blocks that were to be shared.
+        """
         parent = self._requests.get(request.asked.fork_of or "")
-        if parent is None or parent is request or parent.arrival > request.arrival:
+        if parent is None or parent.arrival >= request.arrival:
             return None
-        is_same = parent.asked.prompt_token_ids == request.asked.prompt_token_ids
-        return parent if is_same and parent.table.root == request.table.root else None
+        is_kin = (parent.user, parent.priority, parent.table.root) == (
+            request.user,
+            request.priority,
+            request.table.root,
+        )
+        return parent if is_kin and parent.asked.prompt_token_ids == request.asked.prompt_token_ids else None

@@ -306,3 +306,16 @@ def test_looking_a_prefix_up_is_linear_in_its_blocks(monkeypatch: pytest.MonkeyP
         found.append(num_calls)
     assert found[1] <= 2 * found[0] + 4
     assert found[1] <= 2 * 200 + 4
+
+
+@pytest.mark.parametrize("prefix_cache", ["shared", "off"])
+def test_a_fork_that_takes_its_firsts_slot_does_not_share_what_went_with_it(prefix_cache: str) -> None:
+    harness = make_harness(make_config(slots=1, prefix_cache=prefix_cache))
+    first = make_request(11, priority=1, max_tokens=20)
+    harness.add(first)
+    harness.step()
+    harness.step()
+    urgent = make_request(first.prompt_token_ids, fork_of=first.request_id, priority=0)
+    harness.add(urgent)
+    harness.run()
+    assert_all_right(harness, first, urgent)
