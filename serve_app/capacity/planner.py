@@ -30,6 +30,9 @@ RUNS_PER_ROUND = 4
 MIN_ERROR_S = 0.025
 # The shortcut for one slot is so much cheaper that its runs may be this much longer.
 PLAIN_FACTOR = 10
+# Runs have their usual length where this share of the fleet is idle.
+USUAL_IDLE = 0.35
+MAX_LONGER = 8.0
 E2E_FACTOR = 3.0
 
 
@@ -230,11 +233,18 @@ class Planner:
         spec = self.kind.spec(slots, self.cost.longest_tokens, prefix_cache=shares)
         calls_per_session = self.cost.calls_per_session
         is_plain = slots == 1 and self.settings.dispatch is CentralLine and applies_to(self.demand.workload)
-        num_calls = self.settings.calls_per_run * (PLAIN_FACTOR if is_plain else 1)
+        longer = PLAIN_FACTOR if is_plain else self._longer(macs, slots)
+        num_calls = round(self.settings.calls_per_run * longer)
         num_sessions = max(1, math.ceil(num_calls / calls_per_session))
         seed = f"{self.settings.seed}/{number}"
         load = Load(self.demand.workload, self.demand.calls_per_s / calls_per_session, num_sessions, seed)
         return Run((spec,) * macs, load, self.settings.dispatch, steps_at_once(spec), is_plain)
+
+    def _longer(self, macs: int, slots: int) -> float:
+        """How much longer than usual a run must be: a busy fleet forgets that it began empty in proportion to
+        1 / (1 - utilisation) squared."""
+        idle = 1 - self.demand.calls_per_s * self.work_s(slots) / macs
+        return min(MAX_LONGER, max(1.0, (USUAL_IDLE / idle) ** 2))
 
     def _is_precise(self, simulations: Sequence[Simulation]) -> bool:
         if len(simulations) < RUNS_PER_ROUND:
