@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 SIMD_WIDTH = 32
-CHUNK_SIMDS = 4
+CHUNK_SIMDS = 8
 _MAX_HEADS_PER_TILE = 8
 _MAX_ELEMS_PER_LANE = 24
 _VECTOR_BYTES = 16
