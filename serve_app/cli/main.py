@@ -6,6 +6,7 @@ import typer
 
 from serve_app.cli.bench import app as bench_app
 from serve_app.cli.doctor import doctor
+from serve_app.cli.fleet import deploy, drain, undrain
 from serve_app.cli.keys import app as keys_app
 from serve_app.cli.models import app as models_app
 from serve_app.cli.plan import app as plan_app
@@ -24,6 +25,9 @@ app = typer.Typer(
 app.command("serve")(serve)
 app.command("status")(status)
 app.command("doctor")(doctor)
+app.command("deploy")(deploy)
+app.command("drain")(drain)
+app.command("undrain")(undrain)
 app.add_typer(keys_app, name="keys")
 app.add_typer(models_app, name="models")
 app.add_typer(bench_app, name="bench")

@@ -96,13 +96,12 @@ class MetalReplica:
         """Serve asks for this periodically and hands it to every router."""
         return to_stats(self._reporter.report(self._engine_status(), ready=self._engine.ready))
 
-    async def set_draining(self, node: str, draining: bool) -> ReplicaStatus | None:
-        """Take nothing new any more, or again, if this replica is on ``node``: a Ray node id, or a host's name.
+    async def set_draining(self, node_id: str, draining: bool) -> ReplicaStatus | None:
+        """Take nothing new any more, or again, if this replica is on that node.
 
         Returns what this replica says of itself then; None on another node. A replica that starts anew takes calls.
         """
-        context = ray.get_runtime_context()
-        if node not in (context.get_node_id(), platform.node()):
+        if node_id != ray.get_runtime_context().get_node_id():
             return None
         self._reporter.draining = draining
         return await self.status()

@@ -1,0 +1,71 @@
+"""Replicas for fleets of several nodes: the chain model with a cost, so that a prompt read again is felt."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, replace
+
+from engine.batch import StepBatch, StepOutput
+from engine.core.async_engine import AsyncEngine
+from engine.core.engine_core import EngineCore
+from engine.interfaces import PendingStep
+from engine.scheduler.config import SchedulerConfig
+from engine.scheduler.scheduler import Scheduler
+from engine.text.tokenizer import Tokenizer
+from serve_app.replica.deployment import MetalReplica
+from serve_app.replica.startup_board import BoardWriter
+from tests.core_fakes import FACTS, ChainRunner
+from tests.serve_fakes import chat_tokenizer
+
+STEP_S = 0.004
+TOKEN_S = 0.0004
+BLOCK_SIZE = 16
+MAX_MODEL_LEN = 4096
+NUM_BLOCKS = 2048
+
+
+class CostlyRunner(ChainRunner):
+    """Takes its time for every step and for every token in it, as a machine does. It waits, it does not compute."""
+
+    def __init__(self) -> None:
+        super().__init__(facts=replace(FACTS, max_model_len=MAX_MODEL_LEN))
+
+    def launch(self, batch: StepBatch) -> PendingStep:
+        """Wait, then sample."""
+        elapsed_s = STEP_S + TOKEN_S * sum(row.num_tokens for row in batch.rows)
+        threading.Event().wait(elapsed_s)
+        return _Done(replace(super().launch(batch).result(), elapsed_s=elapsed_s))
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    output: StepOutput
+
+    def result(self) -> StepOutput:
+        return self.output
+
+
+class FleetReplica(MetalReplica):
+    """Four slots, and room for some thirty conversations of a thousand tokens."""
+
+    async def load(self, board: BoardWriter) -> tuple[Tokenizer, AsyncEngine]:
+        """Make the engine; nothing is read from disk."""
+        tokenizer = chat_tokenizer()
+        engine = AsyncEngine.in_thread(self._core, tokenizer)
+        await engine.start()
+        return tokenizer, engine
+
+    def _core(self) -> EngineCore:
+        runner = CostlyRunner()
+        config = SchedulerConfig(
+            slots=4,
+            num_blocks=NUM_BLOCKS,
+            block_size=BLOCK_SIZE,
+            max_model_len=MAX_MODEL_LEN,
+            eos_token_ids=runner.facts.eos_token_ids,
+            max_waiting_requests=64,
+            prefix_cache=self._model.engine.prefix_cache,
+            max_steps_in_flight=runner.max_steps_in_flight,
+        )
+        return EngineCore(Scheduler(config), runner, time.monotonic, slots_asked="4")
