@@ -54,15 +54,9 @@ class Node:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(number)
 
-    def stop(self) -> None:
-        """End the node as a supervisor would, and by force what is left after a while."""
-        processes = self.processes
-        with contextlib.suppress(psutil.NoSuchProcess):
-            psutil.Process(self._process.pid).terminate()
-        _, left = psutil.wait_procs(processes, timeout=10)
-        for process in left:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+    def kill(self) -> None:
+        """End it as a power cut does."""
+        self.signal(signal.SIGKILL)
         self._process.wait()
 
 
@@ -109,8 +103,7 @@ class Fleet:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for node in reversed(self.nodes):
-            node.signal(signal.SIGCONT)
-            node.stop()
+            node.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def start_node(self) -> Node:

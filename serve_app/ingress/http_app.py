@@ -27,6 +27,9 @@ from serve_app.ingress.generation_routes import Generation, add_anthropic_routes
 from serve_app.ingress.primed import ResponseLimits, error_response
 from serve_app.ingress.request_ids import RequestIds
 from serve_app.ingress.validation import explain
+from serve_app.routing.journal import JOURNAL
+
+NUM_DECISIONS_SHOWN = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +82,7 @@ def build_http_app(fleet: Fleet, settings: HttpSettings, book: KeyBook | None = 
             allow_origins=settings.cors_origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "x-queue-ms", "x-ttft-ms", "retry-after"],
+            expose_headers=["x-request-id", "x-route", "x-queue-ms", "x-ttft-ms", "retry-after"],
         )
     return RequestIds(guarded, echoes=settings.echoes_request_ids)
 
@@ -108,11 +111,12 @@ def _add_status(app: FastAPI, fleet: Fleet, book: KeyBook) -> None:
 
     @app.get("/status")
     async def status() -> dict[str, Any]:
-        """Everything that every replica says of itself; null is unknown."""
+        """Everything that every replica says of itself, and what this ingress chose last; null is unknown."""
         return {
             "models": [{"name": model.name, "aliases": list(model.aliases)} for model in fleet.models],
             "replicas": [asdict(replica) for replica in await fleet.statuses()],
             "keys": book.usage,
+            "decisions": [asdict(decision) for decision in JOURNAL.newest(NUM_DECISIONS_SHOWN)],
         }
 
 

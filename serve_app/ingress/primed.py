@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.responses import Response
@@ -28,6 +29,7 @@ from serve_app.ingress.answers import AnswerShape
 from serve_app.ingress.error_bodies import error_body
 from serve_app.ingress.fleet import CallStream
 from serve_app.protocol import Deltas, GenerateCall, Timings
+from serve_app.routing.decision import Decision
 
 T = TypeVar("T")
 # Where a request's scope may hold a function that is to see every message of its answer.
@@ -78,6 +80,7 @@ class PrimedResponse(Response, ABC):
     async def _answer(self, sender: _Sender, note: Callable[[Deltas], None] | None) -> None:
         try:
             async with asyncio.timeout(self._limits.timeout_s), self._open_call(self._call) as messages:
+                sender.more_headers = partial(_routing_headers, messages)
                 await self.write(_noting(messages, note) if note else messages, sender)
         except TimeoutError:
             await sender.fail(answer_for(RequestTimeoutError(self._limits.timeout_s)))
@@ -152,6 +155,7 @@ class _Sender:
         self._send = send
         self._path = path
         self.started = False
+        self.more_headers: Callable[[], Mapping[str, str]] = dict
 
     async def stream(self, body: bytes, last: bool = False) -> None:
         if not self.started:
@@ -176,6 +180,7 @@ class _Sender:
 
     async def _start(self, status: int, headers: Mapping[str, str]) -> None:
         self.started = True
+        headers = {**headers, **self.more_headers()}
         raw = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": raw})
 
@@ -183,6 +188,12 @@ class _Sender:
 async def _client_left(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def _routing_headers(messages: object) -> dict[str, str]:
+    """Say which replica answers, and why that one, where a router of ours has chosen it."""
+    decision: Decision | None = getattr(messages, "decision", None)
+    return {"x-route": f"{decision.reason}; replica={decision.chosen.replica}"} if decision else {}
 
 
 def _timing_headers(timings: Timings | None) -> dict[str, str]:

@@ -1,0 +1,147 @@
+"""Three Macs as one endpoint: where conversations go, against other routers in the same run, and draining."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+
+import httpx
+import pytest
+
+from serve_app.latency import percentile
+from tests.fleet_load import Load, Talk, Turn
+from tests.fleet_nodes import Fleet
+from tests.fleet_replicas import BLOCK_SIZE
+from tests.serve_endpoint import eventually
+
+REPLICA = "tests.fleet_replicas:FleetReplica"
+MODEL = {"name": "chain", "replicas": 3, "engine": {"slots": 4, "block_size": BLOCK_SIZE}}
+TALK = Talk()
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[Fleet]:
+    with Fleet(3) as nodes:
+        deploy(nodes, "cost")
+        yield nodes
+
+
+def deploy(fleet: Fleet, router: str) -> None:
+    replica = {"shutdown_grace_s": 1.0, "router": router}
+    fleet.deploy(REPLICA, models=[MODEL], replica=replica, ingress={"replicas": 3})
+
+
+def hold(fleet: Fleet, talk: Talk) -> list[Turn]:
+    turns = asyncio.run(Load(fleet.url).run(talk))
+    assert [turn.error for turn in turns if not turn.is_complete] == []
+    return turns
+
+
+def num_computed(turns: Sequence[Turn]) -> int:
+    return sum(turn.num_prompt_tokens - turn.num_cached_tokens for turn in turns)
+
+
+def share_that_returned(turns: Sequence[Turn]) -> float:
+    """Of the later turns, those that found all of the turn before cached, but for a block that was not full."""
+    read = {(turn.talk, turn.number): turn.num_prompt_tokens for turn in turns}
+    later = [turn for turn in turns if turn.number]
+    found = [turn.num_cached_tokens >= read[turn.talk, turn.number - 1] - BLOCK_SIZE for turn in later]
+    return sum(found) / len(found)
+
+
+def p95_ttft_s(turns: Sequence[Turn]) -> float:
+    return percentile(sorted(turn.ttft_s for turn in turns if turn.ttft_s is not None), 95)
+
+
+def test_every_node_has_exactly_one_replica(fleet: Fleet) -> None:
+    assert len({replica["node_id"] for replica in fleet.replicas()}) == len(fleet.replicas()) == 3
+
+
+def test_conversations_return_to_their_cache_and_others_routers_read_more(fleet: Fleet) -> None:
+    seen = {"cost": hold(fleet, TALK)}
+    for router in ("round-robin", "power-of-two"):
+        deploy(fleet, router)
+        seen[router] = hold(fleet, TALK)
+    deploy(fleet, "cost")
+    for router, turns in seen.items():
+        print(
+            f"{router}: {len(turns)} turns, {share_that_returned(turns):.0%} returned, "
+            f"{num_computed(turns)} prompt tokens computed, TTFT p95 {p95_ttft_s(turns):.3f} s"
+        )
+    ours = seen.pop("cost")
+    assert share_that_returned(ours) >= 0.9
+    for turns in seen.values():
+        assert num_computed(turns) >= 1.5 * num_computed(ours)
+        assert p95_ttft_s(turns) > p95_ttft_s(ours)
+
+
+def test_a_decision_comes_with_every_answer_and_stands_in_the_status(fleet: Fleet) -> None:
+    (turn,) = hold(fleet, Talk(num_talks=1, num_turns=1, seed=77))
+    assert turn.route.startswith("cold; replica=")
+    replicas = {replica["replica_id"] for replica in fleet.replicas()}
+    assert any(turn.replica in replica for replica in replicas)
+
+    def shown() -> bool:
+        # Each node's ingress knows what it chose itself.
+        decisions = httpx.get(f"{fleet.url}/status", timeout=10).json()["decisions"]
+        return any(d["chosen"]["replica"] == turn.replica and len(d["alternatives"]) == 2 for d in decisions)
+
+    eventually(shown)
+
+
+def test_a_conversation_leaves_when_waiting_would_cost_more(fleet: Fleet) -> None:
+    async def crowd() -> tuple[Turn, Turn]:
+        load = Load(fleet.url)
+        async with httpx.AsyncClient(timeout=60) as client:
+            messages = [{"role": "user", "content": "a question that is repeated " * 30}]
+            first = await load.ask(client, messages, 0, 0, max_tokens=4)
+            # The same long prompt from many at once: it is cached on one Mac, but that has four slots.
+            others = [asyncio.create_task(load.ask(client, messages, 1, n, max_tokens=200)) for n in range(10)]
+            await asyncio.sleep(1.5)
+            messages += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "and then?"}]
+            second = await load.ask(client, messages, 0, 1, max_tokens=4)
+            await asyncio.gather(*others)
+        assert len({turn.replica for turn in load.turns}) == 3, "the crowd piled up"
+        return first, second
+
+    first, second = asyncio.run(crowd())
+    assert first.is_complete
+    assert second.is_complete
+    assert second.ttft_s is not None
+    assert second.ttft_s < 1.5, "it waited behind the crowd"
+
+
+def test_a_draining_mac_gets_nothing_new_and_finishes_what_it_has(fleet: Fleet) -> None:
+    async def run() -> list[Turn]:
+        load = Load(fleet.url)
+        async with httpx.AsyncClient(timeout=60) as client:
+            running = [
+                asyncio.create_task(load.ask(client, _question(number), number, 0, max_tokens=300))
+                for number in range(3)
+            ]
+            await asyncio.sleep(0.5)
+            done = await asyncio.to_thread(fleet.command, "drain", fleet.nodes[1].address, "--address", fleet.address)
+            assert done.returncode == 0, done.stderr
+            for number in range(12):
+                await load.ask(client, _question(100 + number), number, 1, max_tokens=2)
+            await asyncio.gather(*running)
+        return load.turns
+
+    turns = asyncio.run(run())
+    assert [turn.error for turn in turns if not turn.is_complete] == []
+    (drained,) = [replica["replica_id"] for replica in fleet.replicas() if replica["draining"]]
+    late = [turn for turn in turns if turn.number == 1]
+    assert not [turn for turn in late if turn.replica in drained]
+    done = fleet.command("undrain", fleet.nodes[1].address, "--address", fleet.address)
+    assert done.returncode == 0, done.stderr
+    assert not [replica for replica in fleet.replicas() if replica["draining"]]
+
+
+def test_a_node_that_does_not_exist_is_refused_with_those_that_do(fleet: Fleet) -> None:
+    done = fleet.command("drain", "mac-of-nobody", "--address", fleet.address)
+    assert done.returncode == 1
+    assert "127.0.1.3" in done.stderr
+
+
+def _question(number: int) -> list[dict[str, str]]:
+    return [{"role": "user", "content": f"question {number} " * 20}]
