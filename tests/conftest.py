@@ -1,7 +1,8 @@
-"""What holds for every test: the tier from the folder, the environment, hypothesis' profile."""
+"""What holds for every test: the tier from the folder, the environment, the BLAS, hypothesis' profile."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import os
 import platform
@@ -16,6 +17,9 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # two spinning BLAS threads 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+# Loads the BLAS that stands in front of MLX's own, and not MLX: any test module may import MLX first after this.
+importlib.import_module("engine.mlx_backend")
 
 TESTS = Path(__file__).parent
 TIERS = ("unit", "long", "api", "faults", "mlx", "serve", "gpu", "metal")
