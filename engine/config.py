@@ -100,6 +100,12 @@ def read_engine_config(path: Path) -> EngineConfig:
     return load_engine_config(read_yaml_mapping(path))
 
 
+def require_context(asked: int | None, own: int) -> None:
+    """Raise ConfigError when the ``max_model_len`` that was asked for is beyond the model's own context."""
+    if asked is not None and asked > own:
+        raise ConfigError(f"`max_model_len` is {asked}; this model's context is {own}.", f"write at most {own}")
+
+
 def read_yaml_mapping(path: Path) -> dict[str, Any]:
     """Read a YAML mapping. Raises ConfigError naming the file and the place of a syntax error."""
     try:

@@ -22,6 +22,7 @@ from ray.serve.schema import LoggingConfig
 from engine.core.async_engine import CLOSE_LIMIT_S
 from serve_app.config import APP_NAME, INGRESS_NAME, AppConfig, IngressConfig, ModelConfig, ReplicaConfig
 from serve_app.ingress.deployment import Ingress
+from serve_app.ingress.ledger import LEDGER_NAME, KeyLedger, lease_s
 from serve_app.replica.deployment import MetalReplica
 
 # A refusal by Ray's router, which does not know the engine's wait, says this.
@@ -71,7 +72,18 @@ def stop_calls(config: AppConfig, grace_s: float) -> None:
 def build_app(config: AppConfig, replica: type[MetalReplica] = MetalReplica) -> serve.Application:
     """Return the application: one deployment of replicas for each model, and the ingress in front of them."""
     replicas = {model.name: _replica(replica, model, config.replica) for model in config.models}
-    application: serve.Application = _ingress(config.ingress).bind(config, replicas)
+    application: serve.Application = _ingress(config.ingress).bind(config, replicas, _ledger(config))
+    return application
+
+
+def _ledger(config: AppConfig) -> serve.Application | None:
+    """Who counts what keys use, where several ingresses let requests in; one alone counts for itself."""
+    if not config.keys or config.ingress.replicas == 1:
+        return None
+    deployment: Any = serve.deployment(
+        name=LEDGER_NAME, num_replicas=1, ray_actor_options={"num_cpus": 0}, max_ongoing_requests=1000
+    )(KeyLedger)
+    application: serve.Application = deployment.bind(config.keys, lease_s(config))
     return application
 
 

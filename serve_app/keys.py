@@ -36,6 +36,11 @@ class ApiKey(BaseModel):
     max_parallel: int | None = Field(default=None, ge=1)
     priority: int = Field(default=0, ge=-100, le=100)
 
+    @property
+    def is_limited(self) -> bool:
+        """Whether a request of this key may be refused for what it has used."""
+        return any(limit is not None for limit in (self.requests_per_minute, self.tokens_per_minute, self.max_parallel))
+
 
 def read_keys(path: Path) -> tuple[ApiKey, ...]:
     """Return the keys in ``path``; none when there is no such file. Raises ConfigError."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, require_context
 from engine.core.memory_readers import read_machine
 from engine.errors import EngineError, ModelNotFoundError, UnsupportedModelError
 from engine.memory.model_shape import read_shape
@@ -54,13 +54,16 @@ class ModelFiles:
 def expect_model(config: EngineConfig, source: ModelSource, backend: Backend) -> ModelBytes | None:
     """What the files promise, or None when they do not tell: then loading has to show it.
 
-    Raises MemoryPlanError for a model that cannot fit on this machine, before any of it is loaded.
+    Raises ConfigError for a context that the model does not have, MemoryPlanError for a model that cannot fit on this
+    machine, before any of it is loaded.
     """
     try:
         files = read_model_files(source)
         shape = read_shape(files.config)
     except UnsupportedModelError:
         return None
+    # Before the memory of it is planned: a wrong length would be refused for its size, with the wrong remedy.
+    require_context(config.max_model_len, shape.max_model_len)
     value_bytes = {"auto": None, "float32": 4, "float16": 2, "bfloat16": 2}[config.kv_dtype]
     estimate = ModelEstimate(shape, files.weights, backend, config.prefill.max_chunk_tokens, value_bytes)
     max_model_len = config.max_model_len or shape.max_model_len

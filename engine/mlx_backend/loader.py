@@ -15,7 +15,8 @@ import mlx.core as mx
 from mlx.nn.layers.quantized import quantize
 from mlx.utils import tree_flatten
 
-from engine.errors import ConfigError, UnsupportedModelError
+from engine.config import require_context
+from engine.errors import UnsupportedModelError
 from engine.interfaces import ModelFacts
 from engine.mlx_backend.dense import make_dense
 from engine.mlx_backend.device import Backend, choose_backend, device_facts, shortcomings, use_backend
@@ -154,8 +155,8 @@ def _context_length(config: Mapping[str, Any], asked: int | None) -> int:
     own = next((int(value) for value in _both_levels(config, _CONTEXT_KEYS)), None)
     if asked is None:
         return own or _FALLBACK_CONTEXT_TOKENS
-    if own is not None and asked > own:
-        raise ConfigError(f"`max_model_len` is {asked}; this model's context is {own}.", f"write at most {own}")
+    if own is not None:
+        require_context(asked, own)
     return asked
 
 

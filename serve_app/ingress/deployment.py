@@ -13,18 +13,21 @@ from ray import serve
 from starlette.types import ASGIApp
 
 from serve_app.config import AppConfig
+from serve_app.ingress.accounts import AccountBook
 from serve_app.ingress.auth import KeyBook
 from serve_app.ingress.fleet import ServedModel, ServeFleet
 from serve_app.ingress.http_app import HttpSettings, build_http_app
+from serve_app.ingress.ledger import Door, LocalDoor, SharedDoor, lease_s
 
 
 @serve.ingress()
 class Ingress:
     """Holds no state between requests but its handles."""
 
-    def __init__(self, config: AppConfig, handles: Mapping[str, Any]) -> None:
-        """``handles``: by model name."""
+    def __init__(self, config: AppConfig, handles: Mapping[str, Any], ledger: Any = None) -> None:
+        """``handles``: by model name. ``ledger``: the one that counts for all ingresses; None: this one counts."""
         self._config = config
+        self._ledger = ledger
         now_unix_s = int(time.time())
         models = [ServedModel(model.name, now_unix_s, model.aliases) for model in config.models]
         self._fleet = ServeFleet(models, handles, config.ingress.status_timeout_s)
@@ -40,7 +43,11 @@ class Ingress:
             echoes_request_ids=False,
         )
         # Serve puts plain-text error handlers of its own into an application that has a place for them; this has none.
-        return build_http_app(self._fleet, settings, KeyBook(self._config.keys))
+        return build_http_app(self._fleet, settings, KeyBook(self._config.keys, self._door()))
+
+    def _door(self) -> Door:
+        own = LocalDoor(AccountBook(self._config.keys, lease_s(self._config)))
+        return own if self._ledger is None else SharedDoor(self._ledger, own)
 
     def deployments(self) -> dict[str, str]:
         """Return the deployment of each model by name and alias, for callers that come by handle and not by HTTP."""

@@ -15,7 +15,7 @@ from serve_app import errors
 from serve_app.ingress.answers import AnswerHead, AnswerShape, ChatShape, CompletionShape
 from serve_app.ingress.anthropic import CountShape, MessageShape, count_call, messages_call
 from serve_app.ingress.anthropic_types import CountTokensRequest, MessagesRequest
-from serve_app.ingress.auth import account_in
+from serve_app.ingress.auth import key_in
 from serve_app.ingress.fleet import Fleet, find_model
 from serve_app.ingress.openai_types import (
     ChatCompletionRequest,
@@ -46,15 +46,15 @@ class Generation:
 
     def context(self, request: Request, prefix: str, model: str) -> CallContext:
         """What the call needs besides its body. Raises ModelUnknownError."""
-        account = account_in(request.scope)
+        key = key_in(request.scope)
         return CallContext(
             request_id=f"{prefix}-{uuid.uuid4().hex}",
             model=find_model(self._fleet, model).name,
             timeout_s=self._limits.timeout_s,
             session_key=_header(request, "x-session-id"),
             client_request_id=_header(request, "x-request-id"),
-            user=account.key.name if account else "",
-            priority=account.key.priority if account else 0,
+            user=key.name if key else "",
+            priority=key.priority if key else 0,
         )
 
 

@@ -115,7 +115,7 @@ def _add_status(app: FastAPI, fleet: Fleet, book: KeyBook) -> None:
         return {
             "models": [{"name": model.name, "aliases": list(model.aliases)} for model in fleet.models],
             "replicas": [asdict(replica) for replica in await fleet.statuses()],
-            "keys": book.usage,
+            "keys": await book.door.usage(),
             "decisions": [asdict(decision) for decision in JOURNAL.newest(NUM_DECISIONS_SHOWN)],
         }
 

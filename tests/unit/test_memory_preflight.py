@@ -13,7 +13,7 @@ import pytest
 
 from engine.config import load_engine_config
 from engine.core.model_files import ModelFiles, describe_model_files, expect_model, read_model_files
-from engine.errors import MemoryPlanError, ModelNotFoundError, UnsupportedModelError
+from engine.errors import ConfigError, MemoryPlanError, ModelNotFoundError, UnsupportedModelError
 from engine.memory.model_shape import read_shape
 from engine.memory.plan_inputs import GIB, MIB, PlanInputs
 from engine.memory.preflight import ModelEstimate, Weights, deviations, mac_memory, plan_contexts
@@ -245,3 +245,10 @@ def test_a_hub_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
     with pytest.raises(ModelNotFoundError, match="did not answer for 'org/name'"):
         describe_model_files("org/name")
+
+
+def test_a_context_the_model_does_not_have_is_named_before_its_memory_is_planned() -> None:
+    config = load_engine_config({"max_model_len": 10**9, "memory": {"budget": "600MiB"}})
+    with pytest.raises(ConfigError, match="context is 131072") as caught:
+        expect_model(config, resolve_model(str(SHAPES / "llama-3.1-8b")), "cpu")
+    assert caught.value.fix == "write at most 131072"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +15,10 @@ from engine.errors import ConfigError
 from serve_app.cli.main import app
 from serve_app.config import load_app_config
 from serve_app.errors import RateLimitError
-from serve_app.ingress.auth import KeyAccount, KeyBook
+from serve_app.ingress.accounts import AccountBook, KeyAccount
+from serve_app.ingress.auth import KeyBook
+from serve_app.ingress.ledger import KeyLedger, LocalDoor, SharedDoor
 from serve_app.keys import ApiKey, add_key, find_key, read_keys, remove_key
-from serve_app.protocol import ChoiceDelta, Deltas, Usage
 from tests.core_fakes import make_core
 from tests.serve_fakes import CHAT, Client, EngineFleet, ScriptedFleet, client_of, said
 
@@ -121,7 +123,8 @@ async def test_the_key_is_the_user_whatever_the_body_says(tmp_path: Path) -> Non
 async def test_limits_are_each_keys_own(tmp_path: Path) -> None:
     _, text = made(tmp_path, requests_per_minute=2)
     other = add_key(tmp_path / "keys.yaml", "carl")
-    book = KeyBook(read_keys(tmp_path / "keys.yaml"), Clock())
+    keys = read_keys(tmp_path / "keys.yaml")
+    book = KeyBook(keys, LocalDoor(AccountBook(keys, 60.0, Clock())))
     client = client_of(ScriptedFleet(*said("hi")), book=book)
     statuses = [(await client.post("/v1/chat/completions", CHAT, **bearer(text))).status for _ in range(3)]
     assert statuses == [200, 200, 429]
@@ -129,7 +132,7 @@ async def test_limits_are_each_keys_own(tmp_path: Path) -> None:
     refused = await client.post("/v1/chat/completions", CHAT, **bearer(text))
     assert refused.error["code"] == "rate_limit_exceeded"
     assert 1 <= int(refused.headers["retry-after"]) <= 60
-    assert book.usage["anna"] == {"requests": 2, "tokens": 8, "refused": 2, "open": 0}
+    assert (await book.door.usage())["anna"] == {"requests": 2, "tokens": 8, "refused": 2, "open": 0}
 
 
 async def test_parallel_requests_are_counted_until_they_end_however_they_end(tmp_path: Path) -> None:
@@ -152,7 +155,7 @@ def test_a_limit_says_when_it_is_over() -> None:
     account = KeyAccount(ApiKey(name="a", sha256="0" * 64, tokens_per_minute=10), clock)
     for count in (4, 8):
         account.enter()
-        account.note(Deltas((ChoiceDelta(0, token_ids=(1,) * count),), Usage(0, count)))
+        account.spend(count)
         account.leave()
         clock.now_s += 10
     with pytest.raises(RateLimitError) as caught:
@@ -160,6 +163,53 @@ def test_a_limit_says_when_it_is_over() -> None:
     assert caught.value.retry_after_s == 40
     clock.now_s += 40
     account.enter()
+
+
+def test_a_request_that_nobody_ends_is_not_open_for_ever() -> None:
+    clock = Clock()
+    book = AccountBook([ApiKey(name="a", sha256="0" * 64, max_parallel=1)], 600.0, clock)
+    book.enter("a", "1")
+    clock.now_s += 599
+    with pytest.raises(RateLimitError, match="parallel"):
+        book.enter("a", "2")
+    clock.now_s += 1
+    book.enter("a", "3")
+    book.leave("1")
+    assert book.usage()["a"] == {"requests": 2, "tokens": 0, "refused": 1, "open": 1}
+
+
+class LedgerHandle:
+    """A ledger in this process, asked as through a Serve handle. ``gone``: nothing answers."""
+
+    def __init__(self, keys: tuple[ApiKey, ...]) -> None:
+        self._ledger = KeyLedger(keys, 60.0)
+        self.gone = False
+
+    def __getattr__(self, name: str) -> Any:
+        async def answer(*arguments: Any) -> Any:
+            if self.gone:
+                raise ConnectionError("no ledger")
+            return await getattr(self._ledger, name)(*arguments)
+
+        return SimpleNamespace(remote=lambda *arguments: asyncio.ensure_future(answer(*arguments)))
+
+
+async def test_several_ingresses_share_a_keys_limits(tmp_path: Path) -> None:
+    keys, text = made(tmp_path, requests_per_minute=3)
+    handle = LedgerHandle(keys)
+    doors = [SharedDoor(handle, LocalDoor(AccountBook(keys, 60.0))) for _ in range(2)]
+    clients = [client_of(ScriptedFleet(*said("hi")), book=KeyBook(keys, door)) for door in doors]
+
+    async def ask(number: int) -> int:
+        return (await clients[number % 2].post("/v1/chat/completions", CHAT, **bearer(text))).status
+
+    assert [await ask(number) for number in range(6)] == [200] * 3 + [429] * 3
+    await asyncio.sleep(0)
+    assert (await doors[0].usage())["anna"] == {"requests": 3, "tokens": 12, "refused": 3, "open": 0}
+    # Without the ledger each counts for itself, and nobody is locked out.
+    handle.gone = True
+    assert [await ask(number) for number in range(8)] == [200] * 6 + [429] * 2
+    assert (await doors[1].usage())["anna"]["requests"] == 3
 
 
 async def test_another_keys_cached_prompts_cannot_be_told_from_none(tmp_path: Path) -> None:
