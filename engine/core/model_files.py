@@ -27,9 +27,16 @@ INDEX_FILE = "model.safetensors.index.json"
 # Parts of a checkpoint that mlx-lm's language models leave out.
 _LEFT_OUT = ("vision_tower", "visual", "multi_modal_projector", "model.visual", "model.vision_tower", "mtp.")
 _LENGTH = struct.Struct("<Q")
-# Bits per value once MLX holds the tensor, by ggml's type number: F32, F16, Q4_0, Q4_1, Q8_0, BF16. The quantised ones
-# carry a half-precision scale and bias for each 32 values. MLX turns every other type into half precision.
-_GGUF_BITS = {0: 32, 1: 16, 2: 5, 3: 5, 8: 9, 30: 16}
+# Bits per value once MLX holds the tensor, by ggml's type number. The quantised ones carry a half-precision scale and
+# bias for each 32 values. All else is half precision.
+_GGUF_BITS = {
+    **dict.fromkeys((2, 3, 12), 5),  # Q4_0, Q4_1, Q4_K
+    **dict.fromkeys((6, 7, 13), 6),  # Q5_0, Q5_1, Q5_K
+    **dict.fromkeys((8, 14), 9),  # Q8_0, Q6_K
+    **dict.fromkeys((10, 16, 17, 19, 22, 29, 34, 35), 5),  # Q2_K, IQ1 and IQ2, TQ1_0, TQ2_0
+    **dict.fromkeys((11, 18, 21), 6),  # Q3_K, IQ3
+    **dict.fromkeys((20, 23, 39), 7),  # IQ4, MXFP4
+}
 _GGUF_OTHER_BITS = 16
 _GGUF_KEYS = {
     "hidden_size": "embedding_length",

@@ -91,13 +91,13 @@ def describe_model(
 def _load(source: ModelSource, backend: Backend) -> tuple[Model, dict[str, Any], tuple[str, ...]]:
     dense_dtype = mx.float32 if backend == "cpu" else None
     if source.kind == "gguf":
-        model, config = _from_gguf(source.path, dense_dtype)
+        model, config, read_notes = _from_gguf(source.path, dense_dtype)
     else:
-        model, config = _from_folder(source.path)
+        (model, config), read_notes = _from_folder(source.path), ()
     packed = make_dense(model, dense_dtype) if dense_dtype is not None else []
     mx.eval(model.parameters())
     notes = (f"{len(packed)} modules stay quantised, which is slow on the CPU.",) if packed else ()
-    return model, config, notes
+    return model, config, read_notes + notes
 
 
 def _from_folder(path: Path) -> tuple[Model, dict[str, Any]]:
@@ -110,18 +110,19 @@ def _from_folder(path: Path) -> tuple[Model, dict[str, Any]]:
     return model, config
 
 
-def _from_gguf(path: Path, dense_dtype: mx.Dtype | None) -> tuple[Model, dict[str, Any]]:
+def _from_gguf(path: Path, dense_dtype: mx.Dtype | None) -> tuple[Model, dict[str, Any], tuple[str, ...]]:
     checkpoint = read_gguf(path, dense_dtype)
     module = importlib.import_module(f"mlx_lm.models.{checkpoint.config['model_type']}")
     model: Model = module.Model(module.ModelArgs.from_dict(checkpoint.config))
+    weights = model.sanitize(checkpoint.weights) if hasattr(model, "sanitize") else checkpoint.weights
     if checkpoint.quantization:
         quantize(model, class_predicate=lambda name, _: checkpoint.quantization.get(name, False))
     model.eval()
     try:
-        model.load_weights(list(checkpoint.weights.items()), strict=True)
+        model.load_weights(list(weights.items()), strict=True)
     except ValueError as error:
         raise UnsupportedModelError(f"{path.name} does not fit its own description: {error}.", _FIX) from error
-    return model, checkpoint.config
+    return model, checkpoint.config, checkpoint.notes
 
 
 def _inspect(model: Model, architecture: str) -> tuple[tuple[LayerShape, ...], mx.Dtype, int]:

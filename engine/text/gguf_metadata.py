@@ -25,15 +25,20 @@ _STRING, _ARRAY = 8, 9
 # Number of the value type in the file -> struct's letter for it.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _LENGTH = struct.Struct("<Q")
+_ALIGNMENT_KEY, _ALIGNMENT = "general.alignment", 32
+_SPLIT_COUNT_KEY = "split.count"
 
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """One tensor's entry: name, dimensions (fastest first) and the number of its value type in ggml."""
+    """One tensor's entry: name, dimensions (fastest first), the number of its value type in ggml, the file that holds
+    its contents and the byte at which they begin."""
 
     name: str
     dimensions: tuple[int, ...]
     type_number: int
+    path: Path
+    offset: int
 
     @property
     def num_values(self) -> int:
@@ -51,10 +56,29 @@ def read_gguf_metadata(path: Path) -> dict[str, Any]:
 
 
 def read_gguf_tensors(path: Path) -> list[GgufTensor]:
-    """Return the entries of all tensors. Raises UnsupportedModelError as ``read_gguf_metadata`` does."""
+    """Return the entries of all tensors, those of a split model's further files included.
+
+    Raises UnsupportedModelError as ``read_gguf_metadata`` does, and when a further file is missing.
+    """
     with _section(path) as section:
-        section.read()
-        return section.tensors()
+        metadata = section.read()
+        tensors = section.tensors(path, metadata.get(_ALIGNMENT_KEY, _ALIGNMENT))
+    for further in _further_files(path, metadata.get(_SPLIT_COUNT_KEY, 1)):
+        with _section(further) as section:
+            alignment = section.read().get(_ALIGNMENT_KEY, _ALIGNMENT)
+            tensors += section.tensors(further, alignment)
+    return tensors
+
+
+def _further_files(path: Path, count: int) -> list[Path]:
+    """The second to last file of a model in ``count`` parts, named as ggml's split tool names them."""
+    if count <= 1:
+        return []
+    first = f"-00001-of-{count:05d}.gguf"
+    if not path.name.endswith(first):
+        raise UnsupportedModelError(f"{path} is one of {count} files of a model.", f"name the one that ends in {first}")
+    stem = path.name.removesuffix(first)
+    return [path.with_name(f"{stem}-{index:05d}-of-{count:05d}.gguf") for index in range(2, count + 1)]
 
 
 @contextmanager
@@ -85,16 +109,16 @@ class _Section:
         self._num_tensors = self._number("Q")
         return dict(self._pair() for _ in range(self._number("Q")))
 
-    def tensors(self) -> list[GgufTensor]:
+    def tensors(self, path: Path, alignment: int) -> list[GgufTensor]:
         """The list that follows the keys; call ``read`` first."""
-        return [self._tensor() for _ in range(self._num_tensors)]
+        entries = [self._tensor() for _ in range(self._num_tensors)]
+        start = -(-self._position // alignment) * alignment
+        return [GgufTensor(name, shape, kind, path, start + offset) for name, shape, kind, offset in entries]
 
-    def _tensor(self) -> GgufTensor:
+    def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
         name = self._string()
         dimensions = tuple(self._number("Q") for _ in range(self._number("I")))
-        type_number = self._number("I")
-        self._number("Q")  # offset of its contents
-        return GgufTensor(name, dimensions, type_number)
+        return name, dimensions, self._number("I"), self._number("Q")
 
     def _pair(self) -> tuple[str, Any]:
         key = self._string()

@@ -25,9 +25,19 @@ _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6  # values of tokenizer.ggm
 _END_KEYS = ("eos", "eot", "eom")
 _SPECIAL_NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 _SPACE = "\u2581"  # what sentencepiece writes for a space
+# Tokens that end an answer whatever the file's keys say: many files name the document's end only, not the turn's.
+_END_NAMES = frozenset(
+    ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<EOT>")
+)
+# Phi-3's matched tokens take the white space behind them along, but for these.
+_KEEPS_SPACE = frozenset(("<unk>", "<s>", "<|endoftext|>"))
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_REST_WITH_SLASH = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# A word in any case, cut where small letters are followed by capitals.
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASED = (rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+", rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +53,18 @@ class _Split:
 
 _GPT2 = _Split()
 _DIGITS = _Split(single_digits=True)
-_LLAMA3 = _Split(
-    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}", whole_words_first=True, add_bos=True
-)
+_LLAMA3_PATTERN = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"
+_LLAMA3 = _Split(_LLAMA3_PATTERN, whole_words_first=True, add_bos=True)
 _QWEN2 = _Split(rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}", compose=True)
+_TEKKEN = _Split(rf"{'|'.join(_CASED)}|\p{{N}}|{_REST_WITH_SLASH}", whole_words_first=True, add_bos=True)
+_GPT4O = _Split(
+    "|".join([*(f"{word}{_CONTRACTIONS}?" for word in _CASED), rf"\p{{N}}{{1,3}}|{_REST_WITH_SLASH}"]),
+)
 _SPLITS = {
-    **dict.fromkeys(("gpt-2", "mpt", "olmo"), _GPT2),
+    **dict.fromkeys(("gpt-2", "mpt", "olmo", "phi-2"), _GPT2),
+    "dbrx": _Split(_LLAMA3_PATTERN),
+    "tekken": _TEKKEN,
+    "gpt-4o": _GPT4O,
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), _DIGITS),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3"), _LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
@@ -65,13 +81,16 @@ def build_gguf_tokenizer(metadata: Mapping[str, Any]) -> TokenizerParts:
     kind = _ggml(metadata, "model")
     if kind not in _BUILDERS:
         raise UnsupportedModelError(f"The GGUF file's tokenizer is of kind {kind!r}; known: gpt2, llama.", _FIX)
-    tokens: list[str] = _ggml(metadata, "tokens") or []
+    kinds: list[int] = _ggml(metadata, "token_type") or []
+    tokens = _as_written(_ggml(metadata, "tokens") or [], kinds, kind)
     if len(set(tokens)) != len(tokens) or not tokens:
         raise UnsupportedModelError("The GGUF file's vocabulary is empty or lists a token twice.", _FIX)
     backend, adds_bos = _BUILDERS[kind](metadata, tokens)
-    _add_matched_tokens(backend, tokens, _ggml(metadata, "token_type") or [])
+    takes_space = kind == "llama" and metadata.get("general.architecture") == "phi3"
+    _add_matched_tokens(backend, tokens, kinds, takes_space)
     _add_begin_and_end(backend, metadata, tokens, adds_bos)
-    ends = (_ggml(metadata, f"{name}_token_id") for name in _END_KEYS)
+    ends = [_ggml(metadata, f"{name}_token_id") for name in _END_KEYS]
+    ends += [index for index in _matched(tokens, kinds) if tokens[index] in _END_NAMES]
     return TokenizerParts(
         backend=backend,
         eos_token_ids=tuple(dict.fromkeys(token_id for token_id in ends if token_id is not None)),
@@ -82,6 +101,17 @@ def build_gguf_tokenizer(metadata: Mapping[str, Any]) -> TokenizerParts:
             if (token_id := _ggml(metadata, f"{key}_token_id")) is not None
         },
     )
+
+
+def _as_written(tokens: list[str], kinds: list[int], kind: str) -> list[str]:
+    """User-defined tokens are found in the text itself: in a sentencepiece vocabulary they may be spelled otherwise."""
+    if kind != "llama":
+        return tokens
+    written = list(tokens)
+    for index, token_kind in enumerate(kinds[: len(tokens)]):
+        if token_kind == _USER_DEFINED:
+            written[index] = tokens[index].replace(_SPACE, " ")
+    return written
 
 
 def _ggml(metadata: Mapping[str, Any], name: str) -> Any:
@@ -154,13 +184,21 @@ def _merges_from_scores(tokens: list[str], scores: list[float], kinds: list[int]
     return merges
 
 
-def _add_matched_tokens(backend: Tokenizer, tokens: list[str], kinds: list[int]) -> None:
+def _matched(tokens: list[str], kinds: list[int]) -> list[int]:
+    return [index for index, kind in enumerate(kinds[: len(tokens)]) if kind in (_CONTROL, _USER_DEFINED)]
+
+
+def _add_matched_tokens(backend: Tokenizer, tokens: list[str], kinds: list[int], takes_space: bool) -> None:
     """Tokens found in the text before BPE: control tokens (left out when decoding) and user-defined ones (kept)."""
     backend.add_tokens(
         [
-            AddedToken(token, special=kind == _CONTROL, normalized=False)
-            for token, kind in zip(tokens, kinds, strict=False)
-            if kind in (_CONTROL, _USER_DEFINED)
+            AddedToken(
+                tokens[index],
+                special=kinds[index] == _CONTROL,
+                normalized=False,
+                rstrip=takes_space and tokens[index] not in _KEEPS_SPACE,
+            )
+            for index in _matched(tokens, kinds)
         ]
     )
 

@@ -13,8 +13,8 @@ import gguf
 import numpy as np
 import pytest
 import sentencepiece
+from tokenizers import Regex, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
-from tokenizers import models, pre_tokenizers
 from transformers import Qwen2Tokenizer
 
 from engine.errors import UnsupportedModelError
@@ -53,6 +53,13 @@ def random_texts(seed: int) -> list[str]:
     return ["".join(rng.choices(pieces, k=rng.randrange(60))) for _ in range(200)]
 
 
+def path_with_contents(path: Path) -> Path:
+    """A copy with room for what the head promises: the package's reader looks there."""
+    whole = path.with_suffix(".whole")
+    whole.write_bytes(path.read_bytes() + bytes(1024))
+    return whole
+
+
 def test_what_the_gguf_package_writes_is_read(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     writer = gguf.GGUFWriter(path, "llama")
@@ -81,6 +88,7 @@ def test_what_the_gguf_package_writes_is_read(tmp_path: Path) -> None:
     }
     (tensor,) = read_gguf_tensors(path)
     assert (tensor.name, tensor.dimensions, tensor.num_values, tensor.type_number) == ("w", (8, 4), 32, 0)
+    assert (tensor.path, tensor.offset) == (path, gguf.GGUFReader(path_with_contents(path)).tensors[0].data_offset)
     whole = path.read_bytes()
     for length in range(0, len(whole), 7):
         path.write_bytes(whole[:length])
@@ -142,6 +150,10 @@ def test_smollm_equals_the_split_of_its_tokenizer_json() -> None:
         ("smollm", ["I", "'ll", "Ġpay", "Ġ", "1", "2", "3", "4", "5", ",", "Ġ", "Ġ'", "LL", "Ċ", "x"]),
         ("llama-bpe", ["I", "'ll", "Ġpay", "Ġ", "123", "45", ",", "Ġ", "Ġ'", "LL", "Ċ", "x"]),
         ("qwen2", ["I", "'ll", "Ġpay", "Ġ", "1", "2", "3", "4", "5", ",", "Ġ", "Ġ'", "LL", "Ċ", "x"]),
+        ("phi-2", ["I", "'ll", "Ġpay", "Ġ12345", ",", "Ġ", "Ġ'", "LL", "Ċ", "x"]),
+        ("dbrx", ["I", "'ll", "Ġpay", "Ġ", "123", "45", ",", "Ġ", "Ġ'", "LL", "Ċ", "x"]),
+        ("tekken", ["I", "'ll", "Ġpay", "Ġ", "1", "2", "3", "4", "5", ",", "Ġ", "Ġ'", "LL", "Ċ", "x"]),
+        ("gpt-4o", ["I'll", "Ġpay", "Ġ", "123", "45", ",", "Ġ", "Ġ'", "LL", "Ċ", "x"]),
     ],
 )
 def test_words_before_bpe(name: str, words: list[str]) -> None:
@@ -150,6 +162,32 @@ def test_words_before_bpe(name: str, words: list[str]) -> None:
     ).backend
     assert backend.pre_tokenizer is not None
     assert [word for word, _ in backend.pre_tokenizer.pre_tokenize_str("I'll pay 12345,  'LL\nx")] == words
+
+
+PUBLISHED = {  # as tokenizer.json files of these families spell them
+    "tekken": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "gpt-4o": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "dbrx": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_words_are_cut_as_the_published_pattern_says(name: str) -> None:
+    metadata = byte_level_metadata(pre=name)
+    theirs = Backend(models.BPE())
+    theirs.pre_tokenizer = pre_tokenizers.Split(Regex(PUBLISHED[name]), behavior="isolated")
+    ours = build_gguf_tokenizer({f"tokenizer.{key}": value for key, value in metadata.items()}).backend
+    assert ours.pre_tokenizer is not None
+    assert theirs.pre_tokenizer is not None
+    for text in (*HARD_TEXTS, *random_texts(4), "camelCase HTTPServer ÉTÉ été's path/to\n//x"):
+        cuts = [span for _, span in ours.pre_tokenizer.pre_tokenize_str(text)]
+        assert cuts == [span for _, span in theirs.pre_tokenizer.pre_tokenize_str(text)], text
 
 
 def test_whole_words_come_before_merges_in_llama_3() -> None:
@@ -167,6 +205,14 @@ def test_special_tokens_and_ends() -> None:
     assert row[1:3] == [end - 2, end - 1]
     assert tokenizer.decode(row) == "a<think>b"
     assert tokenizer.apply_chat_template([{"role": "user", "content": "a"}]) == [end - 3, row[0], end - 2]
+
+
+def test_the_end_of_a_turn_ends_an_answer_whatever_the_keys_say() -> None:
+    metadata = byte_level_metadata()
+    metadata["ggml.tokens"] = [*metadata["ggml.tokens"], "<|end|>", "<|eom_id|>"]
+    metadata["ggml.token_type"] = [*metadata["ggml.token_type"], CONTROL, NORMAL]
+    end = len(metadata["ggml.tokens"])
+    assert build(metadata).eos_token_ids == (end - 4, end - 2)
 
 
 @pytest.mark.parametrize(
@@ -211,17 +257,22 @@ def test_what_is_not_known_is_refused(more: dict[str, Any]) -> None:
     assert "mlx-lm" in caught.value.fix
 
 
-def sentencepiece_model() -> sentencepiece.SentencePieceProcessor:
+GEMMA_SYMBOLS = ("\u2581\u2581", "\u2581\u2581\u2581", "\n\n", "\t")
+SYMBOLS = frozenset(("<think>", *GEMMA_SYMBOLS))
+
+
+def sentencepiece_model(*, prefix: bool = True, user_defined: tuple[str, ...] = ("<think>",)) -> Any:
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(CORPUS * 4),
         model_writer=model,
-        vocab_size=380,
+        vocab_size=400,
         model_type="bpe",
         byte_fallback=True,
         normalization_rule_name="identity",
         remove_extra_whitespaces=False,
-        user_defined_symbols=["<think>"],
+        add_dummy_prefix=prefix,
+        user_defined_symbols=list(user_defined),
         character_coverage=0.99,
         minloglevel=3,
     )
@@ -232,7 +283,7 @@ def sentencepiece_metadata(model: sentencepiece.SentencePieceProcessor) -> dict[
     ids = range(model.get_piece_size())
     marks = ((UNKNOWN, model.is_unknown), (CONTROL, model.is_control), (BYTE, model.is_byte))
     kinds = [next((kind for kind, is_of_kind in marks if is_of_kind(i)), NORMAL) for i in ids]
-    kinds[model.piece_to_id("<think>")] = USER_DEFINED
+    kinds = [USER_DEFINED if model.id_to_piece(i) in SYMBOLS else kind for i, kind in zip(ids, kinds, strict=True)]
     return {
         "ggml.model": "llama",
         "ggml.tokens": [model.id_to_piece(i) for i in ids],
@@ -252,6 +303,37 @@ def test_sentencepiece_equals_the_sentencepiece_library() -> None:
         assert tokenizer.encode(text) == row, text
         assert tokenizer.decode(row) == model.decode(row), text
     assert tokenizer.encode("fox", add_special_tokens=True) == [model.bos_id(), *model.encode("fox")]
+
+
+@pytest.mark.parametrize("spelled_with", ["\u2581", " "])
+def test_gemmas_runs_of_spaces_and_lines_are_tokens_of_their_own(spelled_with: str) -> None:
+    model = sentencepiece_model(prefix=False, user_defined=GEMMA_SYMBOLS)
+    metadata = sentencepiece_metadata(model) | {"ggml.add_space_prefix": False}
+    tokens, kinds = metadata["ggml.tokens"], metadata["ggml.token_type"]
+    metadata["ggml.tokens"] = [
+        token.replace("\u2581", spelled_with) if kind == USER_DEFINED else token
+        for token, kind in zip(tokens, kinds, strict=True)
+    ]
+    tokenizer = build(metadata)
+    for text in (*HARD_TEXTS, *random_texts(5), "a  b   c    d\n\ne\n\n\nf\tg", "  ", "\n\n\n"):
+        row = model.encode(text)
+        assert tokenizer.encode(text) == row, text
+        assert tokenizer.decode(row) == model.decode(row), text
+
+
+def test_phi_3s_marks_take_the_space_behind_them_along() -> None:
+    metadata = sentencepiece_metadata(sentencepiece_model())
+    end = len(metadata["ggml.tokens"])
+    metadata["ggml.tokens"] = [*metadata["ggml.tokens"], "<|user|>", "<|endoftext|>"]
+    metadata["ggml.scores"] = [*metadata["ggml.scores"], 0.0, 0.0]
+    metadata["ggml.token_type"] = [*metadata["ggml.token_type"], CONTROL, CONTROL]
+    settings = {f"tokenizer.{key}": value for key, value in metadata.items()}
+    phi, llama = (
+        Tokenizer(build_gguf_tokenizer({**settings, "general.architecture": name})) for name in ("phi3", "llama")
+    )
+    assert phi.encode("<|user|>\nfox") == [end, *llama.encode("fox")]
+    assert llama.encode("<|user|>\nfox") != phi.encode("<|user|>\nfox")
+    assert phi.encode("<|endoftext|>\nfox") == llama.encode("<|endoftext|>\nfox")
 
 
 def test_sentencepiece_without_scores_is_refused() -> None:
