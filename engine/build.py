@@ -44,7 +44,7 @@ def build_core(config: EngineConfig, on_progress: OnProgress) -> EngineCore:
 
     Raises StartupError: ModelNotFoundError, UnsupportedModelError, ConfigError or MemoryPlanError.
     """
-    source = resolve_model(config.model)
+    source = resolve_model(config.model, config.adapter)
     expected = expect_model(config, source, choose_backend(config.backend))
     on_progress(Progress("loading weights"))
     loaded = load_model(source, backend=config.backend, max_model_len=config.max_model_len, parity=config.parity)

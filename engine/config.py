@@ -63,10 +63,12 @@ class PrefillConfig(_Section):
 class EngineConfig(_Section):
     """One engine on one machine. Unknown keys are refused with the closest known one.
 
-    ``profile``: a file of `metalslots bench profile`, whose measured gain caps automatic slots.
+    ``profile``: a file of `metalslots bench profile`, whose measured gain caps automatic slots. ``adapter``: a folder
+    that `mlx_lm.lora` wrote, applied to the model.
     """
 
     model: str = "demo"
+    adapter: str | None = None
     slots: Slots = "auto"
     max_model_len: int | None = Field(default=None, ge=16)
     block_size: Literal[8, 16, 32, 64] = 16

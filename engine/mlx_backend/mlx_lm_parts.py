@@ -34,7 +34,7 @@ with _file_limit_kept():
     from mlx_lm.models.base import scaled_dot_product_attention
     from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
     from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
-    from mlx_lm.utils import load_model
+    from mlx_lm.utils import load_adapters, load_model
 
 Model: TypeAlias = Any
 """An ``mlx.nn.Module``, whose methods carry no types."""
@@ -45,6 +45,7 @@ __all__ = [
     "QuantizedSwitchLinear",
     "RotatingKVCache",
     "SwitchLinear",
+    "load_adapters",
     "load_model",
     "make_prompt_cache",
     "scaled_dot_product_attention",

@@ -43,7 +43,7 @@ def serve(
     Starts a Ray of its own and never joins one that is already running.
     """
     settings = app_settings(ServeOptions(config, model, slots, host, port))
-    sources = [resolve_model(engine.model) for engine in settings.engines]
+    sources = [resolve_model(engine.model, engine.adapter) for engine in settings.engines]
     check_port(settings.host, settings.port)
     stop = _StopSignal()
     ray = LocalRay()
