@@ -47,6 +47,9 @@ def ray_environment() -> dict[str, str]:
         # A replica that Ray kills by force takes its child along otherwise (seen on Linux): the engine process, which
         # notices by itself that its parent is gone and frees the model in order.
         "RAY_kill_child_processes_on_worker_exit": "false",
+        # Ray's default of 15 leaves a replica and its engine a thirtieth of what any busy program gets on Linux, and a
+        # step's host work is on the way of every token. What keeps a Mac usable is the memory guard.
+        "RAY_worker_niceness": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
     }
 

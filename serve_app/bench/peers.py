@@ -28,6 +28,10 @@ MLX_LM_FLAGS = {
     "mlx_lm.server": (),
     "mlx_lm.server tuned": ("--prompt-concurrency", "1", "--prefill-step-size", "256"),
 }
+LLAMA_CPP = "llama.cpp"
+_LLAMA_SERVER = "llama-server"
+# What a chat template and a count that is a few tokens off may add to the longest request.
+_CONTEXT_MARGIN_TOKENS = 128
 # Children may be started before their model is on disk's cache, one after the other on a small machine.
 OUR_START_TIMEOUT_S = 300.0
 OUR_STOP_GRACE_S = 60.0
@@ -98,6 +102,23 @@ def mlx_lm_server(label: str, folder: Path, environment: dict[str, str]) -> Serv
     return ServerCommand(label, (*arguments, *MLX_LM_FLAGS[label]), port, "/health", environment)
 
 
+def llama_cpp_server(source: ModelSource, num_slots: int, longest_call_tokens: int) -> ServerCommand:
+    """`llama-server` of the machine on a free port, with as many slots and room for the longest request in each.
+
+    It keeps its own kernels and the file's quantised weights. Raises BenchError without the program or a GGUF file.
+    """
+    program = shutil.which(_LLAMA_SERVER)
+    if program is None:
+        raise BenchError(f"{LLAMA_CPP} is to be measured, and there is no `{_LLAMA_SERVER}`.", "brew install llama.cpp")
+    if source.kind != "gguf":
+        raise BenchError(f"{LLAMA_CPP} reads GGUF files, and {source.name} is a {source.kind}.", "name a .gguf file")
+    port = free_port()
+    context = num_slots * (longest_call_tokens + _CONTEXT_MARGIN_TOKENS)
+    where = ("--host", "127.0.0.1", "--port", str(port))
+    room = ("--parallel", str(num_slots), "-c", str(context))
+    return ServerCommand(LLAMA_CPP, (program, "-m", str(source.path), *where, *room), port, "/health")
+
+
 @contextmanager
 def started(
     commands: Sequence[ServerCommand], log_folder: Path, num_slots: int, eos_token_ids: tuple[int, ...]
@@ -114,6 +135,8 @@ def started(
 def _target(command: ServerCommand, pid: int, num_slots: int, eos_token_ids: tuple[int, ...]) -> Target:
     if command.label == OURS:
         return Target(OURS, command.base_url, num_slots=num_slots, process_id=pid)
+    if command.label == LLAMA_CPP:
+        return Target(LLAMA_CPP, command.base_url, model="served", process_id=pid)
     # It knows no `ignore_eos`, and its /v1/models lists what lies in the hub's cache, not what it serves.
     return Target(
         command.label,

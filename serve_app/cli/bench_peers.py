@@ -12,13 +12,14 @@ from engine.errors import ConfigError
 from serve_app.bench.compare import compare, comparison_table
 from serve_app.bench.document import RunDocument, read_document
 from serve_app.bench.peer_bench import PeerOptions, measure_peers
-from serve_app.bench.peers import MLX_LM_FLAGS
+from serve_app.bench.peers import LLAMA_CPP, MLX_LM_FLAGS
 from serve_app.bench.plan import BenchPlan
 from serve_app.cli import bench_options as option
 from serve_app.cli.bench_output import DEFAULT_FOLDER, finish, show_plan
 from serve_app.cli.console import out, print_json, progress, reports_errors
 
-PEERS = {"mlx-lm": "mlx_lm.server", "mlx-lm-tuned": "mlx_lm.server tuned"}
+MLX_LM = {"mlx-lm": "mlx_lm.server", "mlx-lm-tuned": "mlx_lm.server tuned"}
+PEERS = {**MLX_LM, "llama.cpp": LLAMA_CPP}
 
 
 @reports_errors
@@ -27,7 +28,7 @@ def peers(
     slots: Annotated[int, typer.Option(min=1, help="Slots of our endpoint.")] = 16,
     ours: Annotated[str | None, typer.Option(help="A running endpoint of ours, instead of starting one.")] = None,
     peer: Annotated[str, typer.Option("--peers", help=f"Servers to compare with: {', '.join(PEERS)}.")] = ",".join(
-        PEERS
+        MLX_LM
     ),
     workload: option.WorkloadName = None,
     scale: option.Scale = 1.0,
@@ -44,7 +45,7 @@ def peers(
     dry_run: option.DryRun = False,
     as_json: option.AsJson = False,
 ) -> None:
-    """Measure our endpoint and mlx_lm.server (as it comes, and tuned) in turn: same weights, BLAS, load and run."""
+    """Measure our endpoint and others, by default mlx_lm.server (as it comes, and tuned), in turn on the same load."""
     plan = BenchPlan(
         workload=option.chosen_workload(workload, scale),
         levels=option.parse_levels(concurrency, ""),
@@ -75,7 +76,7 @@ def _labels(text: str) -> tuple[str, ...]:
     return tuple(PEERS[name] for name in names)
 
 
-assert set(PEERS.values()) == set(MLX_LM_FLAGS)
+assert set(MLX_LM.values()) == set(MLX_LM_FLAGS)
 
 
 @reports_errors

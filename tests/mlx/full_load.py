@@ -1,5 +1,6 @@
 """Runs one engine at full load and prints what the system charged it with: a process of its own, so that nothing else
-is counted. Call: ``python -m tests.mlx.full_load '{"model": ..., "memory": {"budget": ...}}'``.
+is counted. After the load has drained one more request comes, of full length.
+Call: ``python -m tests.mlx.full_load '{"model": ..., "memory": {"budget": ...}}' [REQUESTS_PER_SLOT]``.
 """
 
 from __future__ import annotations
@@ -7,9 +8,11 @@ from __future__ import annotations
 import json
 import sys
 import time
+from typing import Any
 
 from engine.build import build_core
 from engine.config import load_engine_config
+from engine.core.engine_core import EngineCore
 from engine.core.memory_readers import system_reader
 from engine.request import EngineRequest, FinishReason, SamplingParams
 
@@ -20,7 +23,8 @@ def main() -> None:
     core = build_core(load_engine_config(json.loads(sys.argv[1])), lambda progress: None)
     stats, facts = core.snapshot().scheduler, core.runner.facts
     reader, top_bytes, num_finished, peak_held = system_reader(), 0, 0, 0
-    for index in range(stats.slots):
+    num_requests = stats.slots * int(sys.argv[2] if len(sys.argv) > 2 else 1)
+    for index in range(num_requests):
         core.add(full_length(index, facts.max_model_len, facts.vocab_size))
     while core.has_work:
         outputs = core.step()
@@ -28,6 +32,8 @@ def main() -> None:
         now = core.snapshot().scheduler
         peak_held = max(peak_held, now.num_blocks_total - now.num_blocks_free - now.num_blocks_cached)
         top_bytes = max(top_bytes, reader.read().footprint_bytes or 0)
+    late = one_more(core, full_length(num_requests, facts.max_model_len, facts.vocab_size))
+    top_bytes = max(top_bytes, reader.read().footprint_bytes or 0)
     last = core.snapshot()
     core.close()
     print(
@@ -38,10 +44,34 @@ def main() -> None:
                 "peak_running": last.scheduler.peak_running,
                 "peak_blocks_held": peak_held,
                 "footprint_bytes": top_bytes,
+                "num_blocks_total": stats.num_blocks_total,
+                "late": late,
                 "memory": dict(last.memory),
             }
         )
     )
+
+
+def one_more(core: EngineCore, request: EngineRequest) -> dict[str, Any]:
+    """Run ``request`` alone. Returns the blocks it held, its steps before it ran, what it waited for, how it ended."""
+    before = core.snapshot().scheduler
+    core.add(request)
+    outputs = core.step()
+    first = core.snapshot().scheduler
+    num_held = 0
+    while core.has_work:
+        outputs = [*outputs, *core.step()]
+        now = core.snapshot().scheduler
+        num_held = max(num_held, now.num_blocks_total - now.num_blocks_free - now.num_blocks_cached)
+    timeline = outputs[-1].timeline
+    assert timeline is not None
+    return {
+        "num_blocks_held_before": before.num_blocks_total - before.num_blocks_free - before.num_blocks_cached,
+        "num_running_after_one_step": first.num_running,
+        "num_blocks_held": num_held,
+        "waits_s": {str(reason): wait_s for reason, wait_s in timeline.waited_s.items() if wait_s},
+        "finish_reason": str(outputs[-1].finish_reason),
+    }
 
 
 def full_length(index: int, max_model_len: int, vocab_size: int) -> EngineRequest:

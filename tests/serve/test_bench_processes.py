@@ -12,9 +12,10 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
+from engine.model_source import ModelSource
 from serve_app.bench.document import RunDocument, read_document, to_json
 from serve_app.bench.errors import BenchError
-from serve_app.bench.peers import MLX_LM_FLAGS, mlx_lm_server, our_server
+from serve_app.bench.peers import MLX_LM_FLAGS, llama_cpp_server, mlx_lm_server, our_server
 from serve_app.bench.plots import draw_all
 from serve_app.bench.self_check import check_client
 from serve_app.bench.servers import ServerCommand, free_port, running
@@ -99,6 +100,20 @@ def test_peers_run_on_loopback_with_their_flags(label: str) -> None:
     assert started.environment == {"LD_PRELOAD": "blas.so"}
     assert started.arguments[-len(MLX_LM_FLAGS[label]) :] == MLX_LM_FLAGS[label] or not MLX_LM_FLAGS[label]
     assert "--host" not in started.arguments
+
+
+def test_llama_cpp_gets_the_slots_and_a_context_for_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gguf = ModelSource("m", "gguf", tmp_path / "m.gguf", "r0")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(BenchError, match="no `llama-server`"):
+        llama_cpp_server(gguf, 4, 1000)
+    program = tmp_path / "llama-server"
+    program.touch(0o755)
+    started = llama_cpp_server(gguf, 4, 1000)
+    assert started.arguments[:3] == (str(program), "-m", str(gguf.path))
+    assert started.arguments[-4:] == ("--parallel", "4", "-c", str(4 * 1128))
+    with pytest.raises(BenchError, match="reads GGUF files"):
+        llama_cpp_server(replace(gguf, kind="folder"), 4, 1000)
 
 
 # --- pictures -------------------------------------------------------------------------------------------------------

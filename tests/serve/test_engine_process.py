@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -25,6 +26,7 @@ from tests.serve_fakes import prompt_of
 SLOTS = 4
 NUM_CLIENTS = 8
 NUM_TOKENS = 150
+LONG = 3000
 
 
 @pytest.fixture
@@ -65,10 +67,13 @@ def expected(number: int, max_tokens: int = NUM_TOKENS) -> str:
     return answer_text(prompt_of(user(f"question {number}")), max_tokens)
 
 
-def ask(endpoint: Endpoint, number: int, begun: threading.Semaphore) -> tuple[str, str | None]:
+def ask(
+    endpoint: Endpoint, number: int, begun: threading.Semaphore, max_tokens: int = NUM_TOKENS
+) -> tuple[str, str | None]:
     """Text and error code of one streamed answer; ``begun`` is released at the first piece of it."""
     text, code = "", None
-    with httpx.stream("POST", f"{endpoint.url}/v1/chat/completions", json=body(number), timeout=60) as response:
+    url = f"{endpoint.url}/v1/chat/completions"
+    with httpx.stream("POST", url, json=body(number, max_tokens), timeout=60) as response:
         for line in response.iter_lines():
             if not line.startswith("data: ") or line == "data: [DONE]":
                 continue
@@ -123,6 +128,42 @@ def test_the_replica_ends_under_load(endpoint: Endpoint, how: str) -> None:
         engine.wait(timeout=5)
         assert all(code is not None for _, code in (answer.result(60) for answer in answers))
     eventually(lambda: works(endpoint))
+
+
+def test_the_proxy_dies_under_load(endpoint: Endpoint) -> None:
+    begun = threading.Semaphore(0)
+    engine = engine_process()
+    (proxy,) = processes("ray::ProxyActor")
+    with ThreadPoolExecutor(NUM_CLIENTS) as pool:
+        answers = [pool.submit(ask, endpoint, number, begun, LONG) for number in range(NUM_CLIENTS)]
+        for _ in range(SLOTS):
+            begun.acquire(timeout=60)
+        proxy.kill()
+        broken = [answer.exception(60) for answer in answers]
+    assert all(isinstance(error, httpx.TransportError) for error in broken), "each connection breaks, none hangs"
+    eventually(lambda: is_up(endpoint))
+    assert idle_within(endpoint, 5), "nobody reads these answers any more"
+    assert works(endpoint)
+    assert engine_process().pid == engine.pid, "the engine has nothing to do with it"
+
+
+def is_up(endpoint: Endpoint) -> bool:
+    """Whether Serve has put another proxy in the dead one's place."""
+    try:
+        return httpx.get(f"{endpoint.url}/health", timeout=5).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def idle_within(endpoint: Endpoint, limit_s: float) -> bool:
+    """Whether the scheduler has nothing left in time."""
+    deadline_s = time.monotonic() + limit_s
+    while time.monotonic() < deadline_s:
+        found = endpoint.scheduler()
+        if found["num_running"] == found["num_waiting"] == 0:
+            return True
+        threading.Event().wait(0.05)
+    return False
 
 
 def replica_actor() -> Any:
