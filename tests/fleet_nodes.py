@@ -160,7 +160,7 @@ class Fleet:
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+    def command(self, *arguments: str, limit_s: float = COMMAND_LIMIT_S) -> subprocess.CompletedProcess[str]:
         """Run `metalslots` on the fleet."""
         return subprocess.run(
             [str(BIN / "metalslots"), *arguments],
@@ -168,7 +168,7 @@ class Fleet:
             cwd=ROOT,
             capture_output=True,
             text=True,
-            timeout=COMMAND_LIMIT_S,
+            timeout=limit_s,
         )
 
     def replicas(self) -> list[Mapping[str, Any]]:

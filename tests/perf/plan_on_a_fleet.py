@@ -1,0 +1,76 @@
+"""``python -m tests.perf.plan_on_a_fleet [--rates 0.3,0.6,0.9] [--sessions 64]``: the planner's prediction, measured.
+
+Two Ray nodes on this machine, each with one replica of the demo model: profiles one of them, puts open loops on both,
+and sets what `metalslots plan check` predicts for the same sessions beside what was measured. Needs a quiet machine: the
+two replicas, the proxy and the bench share its cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.fleet_nodes import Fleet
+from tests.serve_endpoint import eventually
+
+REPLICA = "serve_app.replica.deployment:MetalReplica"
+SLOTS = 4
+LIMIT_S = 900.0
+
+
+def deploy(fleet: Fleet, num_replicas: int) -> None:
+    """Deploy the demo model on so many nodes and wait until all of them answer."""
+    model = {"name": "demo", "replicas": num_replicas, "engine": {"model": "demo", "slots": SLOTS}}
+    fleet.deploy(REPLICA, models=[model])
+    eventually(lambda: len(fleet.replicas()) == num_replicas)
+
+
+def command(fleet: Fleet, *arguments: str) -> str:
+    """Run `metalslots` and return what it prints."""
+    done = fleet.command(*arguments, limit_s=LIMIT_S)
+    print(done.stderr, file=sys.stderr)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def measure(fleet: Fleet, profile: Path, rate: str, sessions: int, workload: str) -> dict[str, Any]:
+    """Put one load on the fleet; returns prediction and measurement of it."""
+    out = fleet.folder / f"rate-{rate}"
+    load = ["--workload", workload, "--rate", rate, "--sessions", str(sessions), "--tokenizer", "demo"]
+    command(fleet, "bench", "run", "--url", fleet.url, *load, "--check-answers", "0", "--out", str(out))
+    (recorded,) = out.glob("*.json")
+    checked = command(
+        fleet, "plan", "check", str(recorded), "--profile", str(profile), "--macs", "2", "--slots", str(SLOTS), "--json"
+    )
+    found: dict[str, Any] = json.loads(checked)
+    return found
+
+
+def main() -> None:
+    """Do it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rates", default="0.3,0.6,0.9")
+    parser.add_argument("--sessions", type=int, default=64)
+    parser.add_argument("--workload", default="demo-mixed")
+    parser.add_argument("--profile", type=Path, help="made before; otherwise it is made here")
+    options = parser.parse_args()
+    with Fleet(2) as fleet:
+        profile = options.profile
+        if profile is None:
+            deploy(fleet, 1)
+            out = fleet.folder / "profile"
+            command(fleet, "bench", "profile", "--url", fleet.url, "--tokenizer", "demo", "--out", str(out))
+            (profile,) = out.glob("*.json")
+            Path("bench-results").mkdir(exist_ok=True)
+            Path("bench-results/fleet-profile.json").write_text(profile.read_text())
+        deploy(fleet, 2)
+        for rate in options.rates.split(","):
+            print(json.dumps({"rate": rate, **measure(fleet, profile, rate, options.sessions, options.workload)}))
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
