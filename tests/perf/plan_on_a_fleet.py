@@ -1,8 +1,8 @@
 """``python -m tests.perf.plan_on_a_fleet [--rates 0.3,0.6,0.9] [--sessions 64]``: the planner's prediction, measured.
 
 Two Ray nodes on this machine, each with one replica of the demo model: profiles one of them, puts open loops on both,
-and sets what `metalslots plan check` predicts for the same sessions beside what was measured. Needs a quiet machine: the
-two replicas, the proxy and the bench share its cores.
+and sets what `metalslots plan check` predicts for the same sessions beside what was measured. Needs a quiet machine:
+the two replicas, the proxy and the bench share its cores.
 """
 
 from __future__ import annotations
