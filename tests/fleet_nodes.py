@@ -7,6 +7,7 @@ lives in other processes, and so does whoever deploys on it (``tests.fleet_deplo
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import secrets
 import shutil
@@ -30,6 +31,7 @@ from tests.serve_endpoint import eventually
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
 COMMAND_LIMIT_S = 180.0
+LOCK = Path(tempfile.gettempdir()) / "metalslots-test-fleet.lock"
 
 
 class Node:
@@ -90,6 +92,9 @@ class Fleet:
         return f"http://127.0.0.1:{self.http_port}"
 
     def __enter__(self) -> Fleet:
+        # Its addresses and ports are fixed: one fleet at a time on a machine. A dead owner's lock is free.
+        self._lock = LOCK.open("w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
         try:
             for _ in range(self._num_nodes):
                 self.start_node()
@@ -105,6 +110,7 @@ class Fleet:
         for node in reversed(self.nodes):
             node.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
+        self._lock.close()
 
     def start_node(self) -> Node:
         """Start one more node and wait until it says that it runs: two that start at once get in each other's way."""
