@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.serve_endpoint import eventually
 REPLICA = "serve_app.replica.deployment:MetalReplica"
 SLOTS = 4
 LIMIT_S = 900.0
+OUT = Path("bench-results/plan-on-a-fleet").absolute()
 
 
 def deploy(fleet: Fleet, num_replicas: int) -> None:
@@ -36,16 +38,16 @@ def command(fleet: Fleet, *arguments: str) -> str:
     return done.stdout
 
 
-def measure(fleet: Fleet, profile: Path, rate: str, sessions: int, workload: str) -> dict[str, Any]:
+def measure(fleet: Fleet, profile: Path, rate: str, sessions: int, workload: str) -> list[dict[str, Any]]:
     """Put one load on the fleet; returns prediction and measurement of it."""
-    out = fleet.folder / f"rate-{rate}"
+    out = OUT / f"rate-{rate}-{time.strftime('%H%M%S')}"
     load = ["--workload", workload, "--rate", rate, "--sessions", str(sessions), "--tokenizer", "demo"]
     command(fleet, "bench", "run", "--url", fleet.url, *load, "--check-answers", "0", "--out", str(out))
     (recorded,) = out.glob("*.json")
     checked = command(
         fleet, "plan", "check", str(recorded), "--profile", str(profile), "--macs", "2", "--slots", str(SLOTS), "--json"
     )
-    found: dict[str, Any] = json.loads(checked)
+    found: list[dict[str, Any]] = json.loads(checked)
     return found
 
 
@@ -61,15 +63,13 @@ def main() -> None:
         profile = options.profile
         if profile is None:
             deploy(fleet, 1)
-            out = fleet.folder / "profile"
+            out = OUT / "profile"
             command(fleet, "bench", "profile", "--url", fleet.url, "--tokenizer", "demo", "--out", str(out))
-            (profile,) = out.glob("*.json")
-            Path("bench-results").mkdir(exist_ok=True)
-            Path("bench-results/fleet-profile.json").write_text(profile.read_text())
+            profile = max(out.glob("*.json"))
         deploy(fleet, 2)
         for rate in options.rates.split(","):
-            print(json.dumps({"rate": rate, **measure(fleet, profile, rate, options.sessions, options.workload)}))
-            sys.stdout.flush()
+            compared = measure(fleet, profile, rate, options.sessions, options.workload)
+            print(json.dumps({"rate": rate, "figures": compared}), flush=True)
 
 
 if __name__ == "__main__":
