@@ -44,7 +44,6 @@ def main() -> None:
                 "peak_running": last.scheduler.peak_running,
                 "peak_blocks_held": peak_held,
                 "footprint_bytes": top_bytes,
-                "num_blocks_total": stats.num_blocks_total,
                 "late": late,
                 "memory": dict(last.memory),
             }
@@ -67,6 +66,7 @@ def one_more(core: EngineCore, request: EngineRequest) -> dict[str, Any]:
     assert timeline is not None
     return {
         "num_blocks_held_before": before.num_blocks_total - before.num_blocks_free - before.num_blocks_cached,
+        "num_blocks_free_before": before.num_blocks_free,
         "num_running_after_one_step": first.num_running,
         "num_blocks_held": num_held,
         "waits_s": {str(reason): wait_s for reason, wait_s in timeline.waited_s.items() if wait_s},

@@ -48,12 +48,13 @@ def test_after_a_burst_has_drained_a_request_of_half_the_budget_is_admitted_at_o
     result = run_at_full_load(3, model="demo", slots=2, max_model_len=512, memory={"budget": "1000MiB"})
     check_within_plan(result, 1000 * MIB)
     assert result["num_finished"] == 6
-    assert result["peak_blocks_held"] == result["num_blocks_total"], "the burst reached the limit"
+    assert result["peak_blocks_held"] == 2 * 32, "the burst reached the limit"
     late = result["late"]
     assert late["num_blocks_held_before"] == 0
+    assert late["num_blocks_held"] == 32 > late["num_blocks_free_before"], "cached prefixes have to give way"
     assert late["num_running_after_one_step"] == 1
-    assert late["num_blocks_held"] == result["num_blocks_total"] / 2
-    assert (late["waits_s"], late["finish_reason"]) == ({}, "length")
+    assert set(late["waits_s"]) <= {"prefill_turn"}, "within its first step"
+    assert late["finish_reason"] == "length"
 
 
 @pytest.mark.timeout(300)
