@@ -31,6 +31,10 @@ float log(float x);
 half log(half x);
 float exp2(float x);
 half exp2(half x);
+namespace precise {
+float sin(float x);
+float cos(float x);
+}  // namespace precise
 float tanh(float x);
 half tanh(half x);
 float clamp(float x, float low, float high);

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
+from engine.mlx_backend.fused_heads import FusedHeads
 from engine.mlx_backend.gpu_inputs import ChunkShape, chunk_context_start
 from engine.mlx_backend.kernels.launch import KernelFactory
 from engine.mlx_backend.kernels.paged_attention import PagedKernels
@@ -53,10 +54,14 @@ class KernelBook:
 
 class GpuLayerCache(PagedLayerCache):
     """One layer's cache. Keys and values are stored by the kernels that attend, so that each pool access is one link
-    of the layer's chain of versions."""
+    of the layer's chain of versions. Heads that ``fused`` has are taken from there, not from what the layer hands over.
+    """
 
-    def __init__(self, pool: LayerPool, holder: StepHolder, max_model_len: int, book: KernelBook) -> None:
+    def __init__(
+        self, pool: LayerPool, holder: StepHolder, max_model_len: int, book: KernelBook, fused: FusedHeads | None
+    ) -> None:
         super().__init__(pool, holder, max_model_len)
+        self._fused = fused
         self.version = mx.zeros((1,), mx.int32)
         self._gpu_holder = holder
         self._book = book
@@ -74,6 +79,9 @@ class GpuLayerCache(PagedLayerCache):
         assert self._new is not None, "attention before the step's keys are known"
         self.num_attends += 1
         (keys, values), self._new = self._new, None
+        taken = self._fused.take(step.positions) if self._fused is not None else None
+        if taken is not None:
+            queries, keys, values = taken
         kernels = self._kernels(queries, scale, sinks)
         outputs = []
         R = step.num_decode_rows

@@ -13,10 +13,12 @@ import mlx.core as mx
 import numpy as np
 
 from engine.batch import BlockCopy
+from engine.mlx_backend.fused_heads import FusedHeads
 from engine.mlx_backend.gpu_cache import GpuLayerCache, GpuStep, KernelBook
 from engine.mlx_backend.gpu_inputs import HostStep, StepShape
 from engine.mlx_backend.input_batch import StepInputs
-from engine.mlx_backend.kernels.projecting import ProjectionKernels
+from engine.mlx_backend.kernels.projecting import ProjectionKernel
+from engine.mlx_backend.kernels.rotating import RotationKernel
 from engine.mlx_backend.kernels.sampling import SampleKernel
 from engine.mlx_backend.loaded_model import LoadedModel
 from engine.mlx_backend.packed_model import PackedModel
@@ -53,11 +55,10 @@ class GpuModel(PackedModel):
             dtype=dtype,
             max_model_len=max_model_len,
         )
-        self.layers = [GpuLayerCache(pool, self._holder, max_model_len, book) for pool in self.pools]
+        self.products = _products_of(loaded, book)
+        fused = _fused_heads_of(loaded, book, self.products)
+        self.layers = [GpuLayerCache(pool, self._holder, max_model_len, book, fused) for pool in self.pools]
         self.caches = list(self.layers)
-        self.products = RowProducts(ProjectionKernels(book.factory)) if book.tuning.projects_rows else None
-        if self.products is not None:
-            self.products.take_over(loaded.model)
         self.sampling = sampling
         self._compiles = compiles
         self._steps: dict[tuple[Layout, bool, Use], StepFunction] = {}
@@ -95,11 +96,13 @@ class GpuModel(PackedModel):
 
     def _run(self, host: HostStep, last_tokens: mx.array, *, samples: bool) -> list[mx.array]:
         shape, versions = host.shape, self.versions
-        use = Use.NONE if self.products is None else self.products.use.get(shape.num_decode_rows, Use.NONE)
+        use = Use.APART
+        if self.products is not None:
+            use = self.products.use_for(shape.num_decode_rows, shape.num_chunk_rows)
         key = (shape.layout, samples, use)
         step = self._steps.get(key)
         if step is None:
-            step = self._step_of(shape, samples)
+            step = self._step_of(shape, samples, use)
             if self._compiles and not shape.gathered:
                 step = self._steps[key] = cast(StepFunction, mx.compile(step))
         try:
@@ -110,17 +113,17 @@ class GpuModel(PackedModel):
         self.versions = results[-len(versions) :]
         return results[: -len(versions)]
 
-    def _step_of(self, shape: StepShape, samples: bool) -> StepFunction:
+    def _step_of(self, shape: StepShape, samples: bool, use: Use) -> StepFunction:
         def run(upload: mx.array, last_tokens: mx.array, *versions: mx.array) -> list[mx.array]:
             self.versions = versions
             arrays = shape.layout.unpack(upload)
-            logits = self._forward(shape, arrays, last_tokens)
+            logits = self._forward(shape, arrays, last_tokens, use)
             results = self._choose(logits, arrays, last_tokens) if samples else [logits]
             return [*results, *self.versions]
 
         return run
 
-    def _forward(self, shape: StepShape, arrays: dict[str, mx.array], last_tokens: mx.array) -> mx.array:
+    def _forward(self, shape: StepShape, arrays: dict[str, mx.array], last_tokens: mx.array, use: Use) -> mx.array:
         tokens, positions = [], []
         if shape.num_decode_rows:
             known = arrays["tokens"]
@@ -138,7 +141,7 @@ class GpuModel(PackedModel):
             gathered=shape.gathered,
             arrays=arrays,
         )
-        with self.products.step() if self.products is not None else nullcontext():
+        with self.products.step(use) if self.products is not None else nullcontext():
             return self.forward(cast(StepInputs, step))
 
     def _choose(self, logits: mx.array, arrays: dict[str, mx.array], last_tokens: mx.array) -> list[mx.array]:
@@ -146,6 +149,22 @@ class GpuModel(PackedModel):
         settings = arrays["settings"].view(mx.float32)
         tokens, broken = self.sampling(logits, settings, arrays["limits"], arrays["keys"])
         return [tokens, broken, remember(last_tokens, arrays["head_slots"], tokens)]
+
+
+def _products_of(loaded: LoadedModel, book: KernelBook) -> RowProducts | None:
+    if not book.tuning.joins_products:
+        return None
+    products = RowProducts(ProjectionKernel(book.factory) if book.tuning.projects_rows else None)
+    products.take_over(loaded.model)
+    return products
+
+
+def _fused_heads_of(loaded: LoadedModel, book: KernelBook, products: RowProducts | None) -> FusedHeads | None:
+    if products is None or not book.tuning.rotates_heads:
+        return None
+    fused = FusedHeads(products, RotationKernel(book.factory))
+    fused.take_over(loaded.model)
+    return fused
 
 
 def remember(last_tokens: mx.array, slots: mx.array, tokens: mx.array) -> mx.array:

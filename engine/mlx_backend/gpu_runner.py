@@ -24,31 +24,17 @@ from engine.mlx_backend.gpu_inputs import GpuInputBuilder, HostStep
 from engine.mlx_backend.gpu_model import GpuModel
 from engine.mlx_backend.gpu_sampler import GpuSampler, GpuSamples
 from engine.mlx_backend.kernels.launch import KernelFactory
-from engine.mlx_backend.kernels.projecting import MAX_ROWS
 from engine.mlx_backend.kernels.sampling import SampleKernel
 from engine.mlx_backend.kernels.tiling import Tuning
 from engine.mlx_backend.loaded_model import LoadedModel
 from engine.mlx_backend.model_runner import KvDtype, resolve_kv_dtype
 from engine.mlx_backend.row_guides import RowGuides
-from engine.mlx_backend.row_products import Use
-from engine.mlx_backend.rungs import rung_for, rungs_up_to, token_rungs
+from engine.mlx_backend.rungs import rung_for, rungs_up_to, token_rung, token_rungs
+from engine.mlx_backend.step_clock import StepClock
 
 _WARM_UP_STEPS = 2
 _MEASURED_STEPS = 8
-
-
-@dataclasses.dataclass(slots=True)
-class StepClock:
-    """How long steps take when they overlap: from the later of launch and the end of the step before."""
-
-    last_end_s: float = 0.0
-
-    def elapsed_s(self, launched_s: float) -> float:
-        """A step that was launched at ``launched_s`` has just ended."""
-        now_s = time.perf_counter()
-        elapsed_s = now_s - max(launched_s, self.last_end_s)
-        self.last_end_s = now_s
-        return elapsed_s
+_USUAL_CHUNK_TOKENS = 256
 
 
 class _PendingStep:
@@ -149,29 +135,45 @@ class GpuModelRunner:
         """Run every size of step, so that nothing is compiled or searched for while people wait."""
         self.measure_rungs()
         if self._inputs.pages_chunks:
+            self._measure_chunk_use()
             for num_rows in (0, rung_for(self._slots)):
                 for num_tokens in token_rungs(num_rows, num_rows + self._max_chunk_tokens):
                     self._start(self._inputs.empty(num_rows, num_tokens)).read()
 
     def measure_rungs(self) -> None:
-        """Time decode steps of every size: from then on the fastest sufficient rung is taken, and the projection
-        kernels where they win."""
+        """Time decode steps of every size: from then on the fastest sufficient rung is taken, and at each the fastest
+        way to compute its products."""
         products = self._checked().products
         times_s = {}
         for rung in rungs_up_to(self._slots):
-            times_s[rung] = self._step_time_s(rung)
-            if products is not None and rung <= MAX_ROWS:
-                by_use = {Use.NONE: times_s[rung]}
-                for use in (Use.SMALL, Use.ALL):
-                    products.use[rung] = use
-                    by_use[use] = self._step_time_s(rung)
-                products.use[rung] = min(by_use, key=lambda use: by_use[use])
-                times_s[rung] = by_use[products.use[rung]]
+            host = self._inputs.empty(rung)
+            if products is None:
+                times_s[rung] = self._step_time_s(host)
+                continue
+            by_use = {}
+            for use in products.choices(rung):
+                products.uses[rung] = use
+                by_use[use] = self._step_time_s(host)
+            products.uses[rung] = min(by_use, key=lambda use: by_use[use])
+            times_s[rung] = by_use[products.uses[rung]]
         self._inputs.rung_times_s = times_s
 
-    def _step_time_s(self, rung: int) -> float:
-        """Seconds per decode step of ``rung`` rows with one step in flight, attention left out."""
-        host = self._inputs.empty(rung)
+    def _measure_chunk_use(self) -> None:
+        """Time a step with a chunk of the usual size by every way to compute its products, and keep the fastest."""
+        products = self._checked().products
+        if products is None:
+            return
+        num_rows = rung_for(self._slots)
+        num_tokens = min(_USUAL_CHUNK_TOKENS, self._max_chunk_tokens)
+        host = self._inputs.empty(num_rows, token_rung(num_rows + num_tokens))
+        by_use = {}
+        for use in products.choices(num_rows + num_tokens):
+            products.chunk_use = use
+            by_use[use] = self._step_time_s(host)
+        products.chunk_use = min(by_use, key=lambda use: by_use[use])
+
+    def _step_time_s(self, host: HostStep) -> float:
+        """Seconds per step of this size with one step in flight, attention left out."""
         for _ in range(_WARM_UP_STEPS):
             self._start(host).read()
         started_s, last = time.perf_counter(), self._start(host)

@@ -18,9 +18,10 @@ import numpy as np
 from engine.mlx_backend.gpu_cache import KernelBook
 from engine.mlx_backend.kernels import reference
 from engine.mlx_backend.kernels.launch import KernelFactory
-from engine.mlx_backend.kernels.projecting import ProjectionKernels
+from engine.mlx_backend.kernels.projecting import ProjectionKernel
+from engine.mlx_backend.kernels.rotating import Heads, RotationKernel
 from engine.mlx_backend.kernels.sampling import SampleKernel
-from engine.mlx_backend.kernels.tiling import Geometry
+from engine.mlx_backend.kernels.tiling import LEAST_CHUNK_SPAN, Geometry
 from engine.mlx_backend.noise import gumbel
 
 # Largest error in units of 1 + |result|: several times the spacing of the type's numbers. A wrong block gives 0.1.
@@ -31,7 +32,8 @@ _ORDER_STEPS = 12
 _VOCAB_SIZE_TOKENS = 3001
 
 # Kernels that can be turned off alone.
-SAMPLING, CHUNK_ATTENTION, PROJECTIONS = "sampling", "chunk attention", "projections"
+SAMPLING, CHUNK_ATTENTION, PROJECTIONS, ROTATION = "sampling", "chunk attention", "projections", "rotation"
+OPTIONAL = frozenset({SAMPLING, CHUNK_ATTENTION, PROJECTIONS, ROTATION})
 
 Arrays = Sequence[mx.array]
 
@@ -128,13 +130,17 @@ class Trials:
         return [keys, values], wanted
 
     def _attend_chunks(self) -> tuple[Arrays, Arrays]:
-        g = self.geometry
+        """A table so narrow that contexts are whole, and one whose contexts are split where the chip has room."""
+        g, results, wanted = self.geometry, [], []
         queries = self._draw(60, g.num_heads, 1, g.head_dim)
-        chunks = mx.array([[0, 20, 0], [20, 40, 130]], mx.int32)
-        table, version = self._table[2:], mx.zeros((1,), mx.int32)
-        out, version = self._kernels.attend_chunks(queries, self._pool, table, chunks, version, self._sinks)
-        k_pool, v_pool = self._pool.keys, self._pool.values
-        return [out], [reference.attend_chunks(g, queries, k_pool, v_pool, table, chunks, self._sinks)]
+        narrow = max(1, LEAST_CHUNK_SPAN // g.block_size)
+        for start, table in ((narrow * g.block_size - 40, self._table[2:, :narrow]), (130, self._table[2:])):
+            chunks, version = mx.array([[0, 20, 0], [20, 40, start]], mx.int32), mx.zeros((1,), mx.int32)
+            out, version = self._kernels.attend_chunks(queries, self._pool, table, chunks, version, self._sinks)
+            k_pool, v_pool = self._pool.keys, self._pool.values
+            results.append(out)
+            wanted.append(reference.attend_chunks(g, queries, k_pool, v_pool, table, chunks, self._sinks))
+        return results, wanted
 
     def _copy_blocks(self) -> tuple[Arrays, Arrays]:
         pairs = mx.array([[0, 5], [7, 2]], mx.int32)
@@ -191,22 +197,36 @@ def sampling_trial(factory: KernelFactory, dtype: mx.Dtype) -> Verdict:
 
 
 def projection_trial(factory: KernelFactory, dtype: mx.Dtype) -> Verdict:
-    """The projection kernels, for one to three weights and for each number of rows that they are built for."""
+    """The projection kernel, for each number of rows that it is built for."""
 
     def trial() -> tuple[Arrays, Arrays]:
         random = np.random.default_rng(4)
         results: list[mx.array] = []
         wanted: list[mx.array] = []
-        kernels = ProjectionKernels(factory)
-        weights = [mx.array(random.standard_normal((n, 128)).astype(np.float32)).astype(dtype) for n in (64, 32, 32)]
-        for num_rows, count in ((3, 1), (3, 2), (3, 3), (16, 1), (32, 1)):
+        kernel = ProjectionKernel(factory)
+        weight = mx.array(random.standard_normal((96, 128)).astype(np.float32)).astype(dtype)
+        for num_rows in (3, 16, 32):
             x = mx.array(random.standard_normal((num_rows, 1, 128)).astype(np.float32)).astype(dtype)
-            widths = mx.array([weight.shape[0] for weight in weights[:count]], mx.int32)
-            results += kernels(x, weights[:count], widths)
-            wanted += [x.astype(mx.float32) @ weight.astype(mx.float32).T for weight in weights[:count]]
+            results.append(kernel(x, weight))
+            wanted.append(x.astype(mx.float32) @ weight.astype(mx.float32).T)
         return results, wanted
 
     return judge(PROJECTIONS, trial, _TOLERANCES[dtype])
+
+
+def rotation_trial(factory: KernelFactory, dtype: mx.Dtype, head_dim: int) -> Verdict:
+    """The rotation kernel at positions near and far."""
+
+    def trial() -> tuple[Arrays, Arrays]:
+        random = np.random.default_rng(5)
+        heads = Heads(4, 2, head_dim)
+        joined = mx.array(random.standard_normal((5, 1, heads.width)).astype(np.float32)).astype(dtype)
+        positions = mx.array([0, 1, 2, 777, 5000], mx.int32)
+        frequencies = mx.array((10_000.0 ** -(np.arange(head_dim // 2) / (head_dim // 2))).astype(np.float32))
+        results = RotationKernel(factory)(joined, positions, frequencies, heads)
+        return results, reference.rotate(joined, positions, frequencies, heads)
+
+    return judge(ROTATION, trial, _TOLERANCES[dtype])
 
 
 def judge(name: str, trial: Callable[[], tuple[Arrays, Arrays]], tolerance: float) -> Verdict:

@@ -15,11 +15,14 @@ from engine.mlx_backend.gpu_cache import KernelBook
 from engine.mlx_backend.gpu_runner import GpuModelRunner
 from engine.mlx_backend.kernel_check import (
     CHUNK_ATTENTION,
+    OPTIONAL,
     PROJECTIONS,
+    ROTATION,
     SAMPLING,
     Trials,
     Verdict,
     projection_trial,
+    rotation_trial,
     sampling_trial,
 )
 from engine.mlx_backend.kernels.launch import KernelFactory, gpu_factory, gpu_target
@@ -60,12 +63,12 @@ def make_runner(
     verdicts = list(check_kernels(loaded, block_size, kv_dtype, factory, TUNINGS[target]))
     failed = {verdict.name for verdict in verdicts if verdict.problem}
     tuning = _without(TUNINGS[target], failed)
-    if failed <= {SAMPLING, CHUNK_ATTENTION, PROJECTIONS}:
+    if failed <= OPTIONAL:
         verdicts.append(steps_trial(loaded, block_size, factory, tuning))
         failed |= {verdict.name for verdict in verdicts[-1:] if verdict.problem}
     problems = {verdict.name: verdict.problem for verdict in reversed(verdicts) if verdict.problem}
     loaded = _disclosing(loaded, [f"Kernel off: {name} {problem}." for name, problem in problems.items()])
-    if not failed <= {SAMPLING, CHUNK_ATTENTION, PROJECTIONS}:
+    if not failed <= OPTIONAL:
         return plain_runner(loaded)
     runner = GpuModelRunner(
         loaded,
@@ -87,6 +90,7 @@ def _without(tuning: Tuning, failed: set[str]) -> Tuning:
         tuning,
         pages_chunks=tuning.pages_chunks and CHUNK_ATTENTION not in failed,
         projects_rows=tuning.projects_rows and PROJECTIONS not in failed,
+        rotates_heads=tuning.rotates_heads and ROTATION not in failed,
     )
 
 
@@ -101,6 +105,9 @@ def check_kernels(
         yield Verdict("paged decode attention", "does not know keys and values of different sizes", float("inf"))
     if tuning.projects_rows and loaded.compute_dtype.size == 2:
         yield projection_trial(factory, loaded.compute_dtype)
+    if tuning.rotates_heads:
+        for head_dim in sorted({layer.k_head_dim for layer in loaded.layers if layer.k_head_dim % 2 == 0}):
+            yield rotation_trial(factory, loaded.compute_dtype, head_dim)
     yield sampling_trial(factory, loaded.compute_dtype)
 
 

@@ -48,7 +48,7 @@ def _distances(loaded: LoadedModel, block_size: int, factory: KernelFactory, tun
     book = KernelBook(block_size, factory, tuning)
     ours = GpuModel(loaded, dtype=loaded.compute_dtype, book=book, sampling=None, compiles=False, **sizes)
     if ours.products is not None:
-        ours.products.use = dict.fromkeys(range(1, 9), Use.ALL)
+        ours.products.uses = dict.fromkeys(range(1, 9), Use.ALL if tuning.projects_rows else Use.JOINED)
     inputs = GpuInputBuilder(
         block_size=block_size,
         max_model_len=max_model_len,

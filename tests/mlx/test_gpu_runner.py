@@ -12,6 +12,7 @@ import pytest
 
 from engine.batch import BlockCopy, StepBatch
 from engine.core.engine_core import EngineCore
+from engine.mlx_backend.gpu_inputs import HostStep
 from engine.mlx_backend.gpu_runner import GpuModelRunner
 from engine.mlx_backend.kernels.tiling import Tuning
 from engine.mlx_backend.loaded_model import LoadedModel
@@ -136,16 +137,21 @@ def half_precision() -> LoadedModel:
     return describe_model(model, config, ModelSource("half", "folder", Path("nowhere"), "r0"), "cpu")
 
 
-def test_chunks_by_the_kernel_and_products_of_few_rows(half_precision: LoadedModel, emulator: Emulator) -> None:
+@pytest.mark.parametrize("rotates_heads", [True, False], ids=["one kernel for the heads", "the model's rotation"])
+def test_chunks_by_the_kernel_and_joined_products(
+    rotates_heads: bool, half_precision: LoadedModel, emulator: Emulator
+) -> None:
     """Half precision: another order of sums may choose another token where two are nearly as likely, nowhere else."""
     sampling = SamplingParams(temperature=0.0, max_tokens=5, num_logprobs=2)
     requests = [(prompt, sampling) for prompt in prompts(9, 60)]
     wanted = serve(cpu_runner(half_precision), requests)
-    tuning = dataclasses.replace(TUNING, pages_chunks=True, projects_rows=True)
+    tuning = dataclasses.replace(
+        TUNING, pages_chunks=True, joins_products=True, projects_rows=True, rotates_heads=rotates_heads
+    )
     runner = gpu_runner(half_precision, emulator, tuning=tuning)
     assert runner._model is not None
     assert runner._model.products is not None
-    runner._model.products.use.update({1: Use.ALL, 2: Use.ALL, 4: Use.SMALL})
+    runner._model.products.uses.update({1: Use.ALL, 2: Use.ALL, 4: Use.JOINED})
     ours = serve(runner, requests)
     num_compared = 0
     for one, other in zip(ours, wanted, strict=True):
@@ -158,8 +164,35 @@ def test_chunks_by_the_kernel_and_products_of_few_rows(half_precision: LoadedMod
     assert num_compared > 30
 
 
+def test_warm_up_chooses_how_products_are_computed(
+    half_precision: LoadedModel, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At each size the use whose steps were measured to be the fastest."""
+    tuning = dataclasses.replace(TUNING, pages_chunks=True, joins_products=True, projects_rows=True)
+    runner = gpu_runner(half_precision, emulator, tuning=tuning)
+    assert runner._model is not None
+    products = runner._model.products
+    assert products is not None
+    times_s = {
+        (1, 0): {Use.APART: 3.0, Use.JOINED: 2.0, Use.SMALL: 4.0, Use.ALL: 5.0},
+        (2, 0): {Use.APART: 3.0, Use.JOINED: 4.0, Use.SMALL: 2.0, Use.ALL: 5.0},
+        (4, 0): {Use.APART: 3.0, Use.JOINED: 2.5, Use.SMALL: 2.0, Use.ALL: 1.0},
+        (4, 60): {Use.APART: 3.0, Use.JOINED: 4.0},
+    }
+
+    def step_time_s(host: HostStep) -> float:
+        size = host.shape.num_decode_rows, host.shape.num_chunk_rows
+        return times_s[size][products.use_for(*size)]
+
+    monkeypatch.setattr(runner, "_step_time_s", step_time_s)
+    runner.warm_up()
+    assert products.uses == {1: Use.JOINED, 2: Use.SMALL, 4: Use.ALL}
+    assert products.chunk_use is Use.APART
+    assert runner.rung_times_s == {1: 2.0, 2: 2.0, 4: 1.0}
+
+
 def test_mlx_lms_own_generation_does_not_use_the_kernels(half_precision: LoadedModel, emulator: Emulator) -> None:
-    tuning = dataclasses.replace(TUNING, projects_rows=True)
+    tuning = dataclasses.replace(TUNING, joins_products=True, projects_rows=True, rotates_heads=True)
     gpu_runner(half_precision, emulator, tuning=tuning)
     before = emulator.num_launches
     mx.eval(half_precision.model(mx.zeros((3, 1), mx.int32)))

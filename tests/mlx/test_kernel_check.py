@@ -25,7 +25,9 @@ from tests.mlx.tiny_models import build
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
-TUNING = Tuning(simds=1, pages_chunks=True, projects_rows=True)
+TUNING = Tuning(
+    simds=1, chunk_groups=132, pages_chunks=True, joins_products=True, projects_rows=True, rotates_heads=True
+)
 # Breaks a kernel: its name, and a change of its text.
 Damage = Mapping[str, tuple[str, str]]
 
@@ -93,11 +95,11 @@ def test_sound_kernels_are_used_and_nothing_is_disclosed(
     ("damage", "name"),
     [
         pytest.param({"sample": ("x > best", "x < best")}, "sampling", id="sampling"),
-        pytest.param({"paged_chunk_attention": ("t <= pos", "t <= pos + 1")}, "chunk attention", id="chunk attention"),
-        pytest.param({"project_2": ("u < TURNS", "u < 1")}, "projections", id="projections"),
-        pytest.param(
-            {"project_3": ("total = 0.0f", "total = nonsense")}, "projections", id="one that does not compile"
-        ),
+        pytest.param({"paged_chunk_whole": ("t <= pos", "t <= pos + 1")}, "chunk attention", id="chunk attention"),
+        pytest.param({"paged_chunk_reduce": ("value +=", "value =")}, "chunk attention", id="its reduce"),
+        pytest.param({"project": ("u < TURNS", "u < 1")}, "projections", id="projections"),
+        pytest.param({"project": ("total = 0.0f", "total = nonsense")}, "projections", id="one that does not compile"),
+        pytest.param({"rotate": ("positions[row]", "positions[0]")}, "rotation", id="rotation"),
     ],
 )
 def test_a_failing_kernel_is_turned_off_alone(
@@ -109,7 +111,8 @@ def test_a_failing_kernel_is_turned_off_alone(
     assert disclosure.startswith(f"Kernel off: {name} ")
     assert runner._model is not None
     assert (runner._model.sampling is None) == (name == "sampling")
-    assert (runner._model.products is None) == (name == "projections")
+    assert runner._model.products is not None
+    assert (runner._model.products.kernel is None) == (name == "projections")
     assert runner._inputs.pages_chunks == (name != "chunk attention")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -9,7 +11,8 @@ import pytest
 import engine.mlx_backend  # noqa: F401  (loads the BLAS before MLX computes)
 from engine.mlx_backend.kernels import reference
 from engine.mlx_backend.kernels.paged_attention import PagedKernels
-from engine.mlx_backend.kernels.projecting import ProjectionKernels
+from engine.mlx_backend.kernels.projecting import ProjectionKernel
+from engine.mlx_backend.kernels.rotating import Heads, RotationKernel
 from engine.mlx_backend.kernels.tiling import TUNINGS, Geometry, Tuning
 from tests.kernel_cases import CONFIGURATIONS, TOLERANCES, ArrayPool, Case, random_lengths, same
 from tests.kernel_emulator import COMPILER, Emulator
@@ -114,8 +117,10 @@ def test_chunks_are_written_gathered_and_copied(name: str, emulator: Emulator) -
         "one head for all, 64 wide, fp32 pool",
     ],
 )
-def test_chunks_attend_over_their_paged_context(name: str, emulator: Emulator) -> None:
+@pytest.mark.parametrize("chunk_groups", [0, 1000], ids=["one split", "many splits"])
+def test_chunks_attend_over_their_paged_context(chunk_groups: int, name: str, emulator: Emulator) -> None:
     geometry, dtype, pool_dtype, tuning = CONFIGURATIONS[name]
+    tuning = dataclasses.replace(tuning, chunk_groups=chunk_groups)
     kernels = PagedKernels(geometry, dtype, pool_dtype, emulator, tuning)
     for seed, spans in enumerate([[(0, 1)], [(0, 70), (200, 33)], [(31, 2), (0, 0), (1000, 50)]]):
         # A chunk [start, start + count) is stored already: its last token counts as the past of a next one.
@@ -139,18 +144,30 @@ def _unwindowed(case: Case) -> ArrayPool:
     return case.pool if not case.geometry.window else ArrayPool(case.filled(), case.filled())
 
 
-@pytest.mark.parametrize("num_weights", [1, 2, 3])
 @pytest.mark.parametrize("num_rows", [1, 8, 13, 32])
-def test_projections(num_weights: int, num_rows: int, emulator: Emulator) -> None:
+def test_projections(num_rows: int, emulator: Emulator) -> None:
     random = np.random.default_rng(num_rows)
-    features = (64, 32, 96)[:num_weights]
-    x, *weights = (
-        mx.array(random.standard_normal((n, 576)).astype(np.float32)).astype(BF16) for n in (num_rows, *features)
-    )
-    results = ProjectionKernels(emulator)(x[:, None], weights, mx.array(features, mx.int32))
-    for result, weight in zip((result[:, 0] for result in results), weights, strict=True):
-        wanted = x.astype(F32) @ weight.astype(F32).T
-        assert float(mx.max(mx.abs(result.astype(F32) - wanted) / (1.0 + mx.abs(wanted)))) <= 5e-3
+    x, weight = (mx.array(random.standard_normal((n, 576)).astype(np.float32)).astype(BF16) for n in (num_rows, 96))
+    result = ProjectionKernel(emulator)(x[:, None], weight)[:, 0]
+    wanted = x.astype(F32) @ weight.astype(F32).T
+    assert float(mx.max(mx.abs(result.astype(F32) - wanted) / (1.0 + mx.abs(wanted)))) <= 5e-3
+
+
+@pytest.mark.parametrize(
+    ("heads", "dtype"),
+    [(Heads(32, 8, 128), BF16), (Heads(9, 3, 64), F32), (Heads(4, 4, 80), F16), (Heads(7, 1, 20), F16)],
+    ids=lambda value: str(value),
+)
+def test_joined_heads_are_split_and_rotated(heads: Heads, dtype: mx.Dtype, emulator: Emulator) -> None:
+    random = np.random.default_rng(1)
+    joined = mx.array(random.standard_normal((5, 1, heads.width)).astype(np.float32)).astype(dtype)
+    positions = mx.array([0, 1, 130, 4097, 100_000], mx.int32)
+    frequencies = mx.array(random.uniform(1e-5, 1.0, heads.dim // 2).astype(np.float32))
+    results = RotationKernel(emulator)(joined, positions, frequencies, heads)
+    for result, wanted in zip(results, reference.rotate(joined, positions, frequencies, heads), strict=True):
+        assert result.shape == wanted.shape
+        error = mx.max(mx.abs(result.astype(F32) - wanted) / (1.0 + mx.abs(wanted)))
+        assert float(error) <= {F32: 1e-5, F16: 1e-3, BF16: 8e-3}[dtype]
 
 
 def _mutated(emulator: Emulator, old: str, new: str) -> PagedKernels:

@@ -9,7 +9,7 @@ import pytest
 
 import engine.mlx_backend  # noqa: F401  (loads the BLAS before MLX)
 from engine.mlx_backend.kernels import dialect
-from engine.mlx_backend.kernels.dialect import ALL_TEXTS, PROJECTIONS, KernelText
+from engine.mlx_backend.kernels.dialect import ALL_TEXTS, PROJECT, KernelText
 from engine.mlx_backend.kernels.tiling import TUNINGS, Geometry, chunk_constants, decode_constants, tile_decode
 from tests.metal_syntax import CLANG, problems
 
@@ -20,6 +20,7 @@ TILING = tile_decode(GEOMETRY, 2, TUNINGS["metal"])
 CONSTANTS = {
     **decode_constants(GEOMETRY, TILING),
     **chunk_constants(GEOMETRY, vec=8),
+    "HEADS": 8,
     "NUM_HEADS": 8,
     "THREADS": 256,
     "SIMDS": 4,
@@ -28,8 +29,10 @@ CONSTANTS = {
     "FEATS": 2,
     "TURNS": 2,
 }
-METAL_TEXTS = [text for text in ALL_TEXTS if text not in PROJECTIONS]  # those are for CUDA alone
-SMALL = frozenset({"block_table", "seq_lens", "scales", "version", "span", "sinks", "targets", "pairs", "chunks"})
+METAL_TEXTS = [text for text in ALL_TEXTS if text is not PROJECT]  # that is for CUDA alone
+SMALL = frozenset(
+    {"block_table", "seq_lens", "scales", "version", "span", "sinks", "targets", "pairs", "chunks", "positions"}
+)
 
 
 def check(text: KernelText, small: frozenset[str] = SMALL, types: tuple[str, str] = ("bfloat16_t", "half")) -> str:
@@ -40,7 +43,7 @@ def check(text: KernelText, small: frozenset[str] = SMALL, types: tuple[str, str
 @pytest.mark.parametrize("small", [frozenset(), SMALL], ids=["large arrays", "small arrays"])
 def test_metal_accepts(text: KernelText, small: frozenset[str]) -> None:
     assert check(text, small) == ""
-    if text is not dialect.CHUNK_ATTENTION:  # 16-bit numbers only
+    if text not in (dialect.CHUNK_WHOLE, dialect.CHUNK_SPLIT):  # 16-bit numbers only
         assert check(text, small, ("float", "float")) == ""
 
 

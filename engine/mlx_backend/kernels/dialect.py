@@ -73,6 +73,8 @@ def _read(name: str) -> str:
 _POOLS = (Buffer("k_pool", "P"), Buffer("v_pool", "P"))
 _VERSION = Buffer("version", "int")
 _VERSION_OUT = Buffer("version_out", "int")
+# Of one split: sums of weighted values, the highest score, the sum of weights.
+_PARTIAL = (Buffer("partial", "float"), Buffer("partial_top", "float"), Buffer("partial_sum", "float"))
 _DECODE_INPUTS = (
     Buffer("queries", "T"),
     Buffer("k_new", "T"),
@@ -100,24 +102,13 @@ DECODE_SPLIT = KernelText(
     name="paged_decode_split",
     parts=("paged_decode.inc", "decode_split.inc"),
     inputs=_DECODE_INPUTS,
-    outputs=(
-        Buffer("partial", "float"),
-        Buffer("partial_top", "float"),
-        Buffer("partial_sum", "float"),
-        _VERSION_OUT,
-    ),
+    outputs=(*_PARTIAL, _VERSION_OUT),
     constants=_DECODE_CONSTANTS,
 )
 DECODE_REDUCE = KernelText(
     name="paged_decode_reduce",
     parts=("decode_reduce.inc",),
-    inputs=(
-        Buffer("partial", "float"),
-        Buffer("partial_top", "float"),
-        Buffer("partial_sum", "float"),
-        Buffer("seq_lens", "int"),
-        Buffer("sinks", "T"),
-    ),
+    inputs=(*_PARTIAL, Buffer("seq_lens", "int"), Buffer("sinks", "T")),
     outputs=(Buffer("out", "T"),),
     constants=("D", "NUM_HEADS", "BLOCK", "WINDOW", "HAS_SINKS", "LEAST", "THREADS"),
 )
@@ -149,34 +140,54 @@ SAMPLE = KernelText(
     outputs=(Buffer("tokens", "int"), Buffer("broken", "int")),
     constants=("SIMDS",),
 )
-CHUNK_ATTENTION = KernelText(
-    name="paged_chunk_attention",
-    parts=("chunk_attention.inc",),
-    inputs=(
-        Buffer("queries", "T"),
-        *_POOLS,
-        Buffer("block_table", "int"),
-        Buffer("chunks", "int"),
-        Buffer("scales", "float"),
-        Buffer("sinks", "T"),
-        _VERSION,
-    ),
-    outputs=(Buffer("out", "T"), _VERSION_OUT),
-    constants=("D", "KV_HEADS", "GROUP", "BLOCK", "WINDOW", "SOFT_CAP", "HAS_SINKS", "KEYS", "SIMDS", "VEC"),
+_CHUNK_INPUTS = (
+    Buffer("queries", "T"),
+    *_POOLS,
+    Buffer("block_table", "int"),
+    Buffer("chunks", "int"),
+    Buffer("scales", "float"),
+    Buffer("sinks", "T"),
+    _VERSION,
 )
-
-
-def _project(count: int) -> KernelText:
-    return KernelText(
-        name=f"project_{count}",
-        parts=(f"project_{count}.inc", "project.inc"),
-        inputs=(Buffer("x", "T"), *(Buffer(f"w{i}", "T") for i in range(count)), Buffer("widths", "int")),
-        outputs=tuple(Buffer(f"y{i}", "T") for i in range(count)),
-        constants=("ROWS", "FEATS", "TURNS", "SIMDS"),
-    )
-
-
-PROJECTIONS = tuple(_project(count) for count in (1, 2, 3))
+_CHUNK_CONSTANTS = (
+    *("D", "KV_HEADS", "GROUP", "BLOCK", "WINDOW", "SOFT_CAP", "HAS_SINKS"),
+    *("LEAST", "KEYS", "SIMDS", "VEC"),
+)
+CHUNK_WHOLE = KernelText(
+    name="paged_chunk_whole",
+    parts=("chunk_attention.inc", "chunk_whole.inc"),
+    inputs=_CHUNK_INPUTS,
+    outputs=(Buffer("out", "T"), _VERSION_OUT),
+    constants=_CHUNK_CONSTANTS,
+)
+CHUNK_SPLIT = KernelText(
+    name="paged_chunk_split",
+    parts=("chunk_attention.inc", "chunk_split.inc"),
+    inputs=_CHUNK_INPUTS,
+    outputs=(*_PARTIAL, _VERSION_OUT),
+    constants=_CHUNK_CONSTANTS,
+)
+CHUNK_REDUCE = KernelText(
+    name="paged_chunk_reduce",
+    parts=("chunk_reduce.inc",),
+    inputs=(*_PARTIAL, Buffer("sinks", "T")),
+    outputs=(Buffer("out", "T"),),
+    constants=("D", "NUM_HEADS", "HAS_SINKS", "THREADS"),
+)
+PROJECT = KernelText(
+    name="project",
+    parts=("project.inc",),
+    inputs=(Buffer("x", "T"), Buffer("weight", "T")),
+    outputs=(Buffer("result", "T"),),
+    constants=("ROWS", "FEATS", "TURNS", "SIMDS"),
+)
+ROTATE = KernelText(
+    name="rotate",
+    parts=("rotate.inc",),
+    inputs=(Buffer("joined", "T"), Buffer("positions", "int"), Buffer("frequencies", "float")),
+    outputs=(Buffer("queries", "T"), Buffer("keys", "T"), Buffer("values", "T")),
+    constants=("D", "HEADS", "KV_HEADS", "VEC", "THREADS"),
+)
 ALL_TEXTS = (
     DECODE_WHOLE,
     DECODE_SPLIT,
@@ -184,7 +195,10 @@ ALL_TEXTS = (
     CHUNK_WRITE,
     CHUNK_GATHER,
     BLOCK_COPY,
-    CHUNK_ATTENTION,
+    CHUNK_WHOLE,
+    CHUNK_SPLIT,
+    CHUNK_REDUCE,
     SAMPLE,
-    *PROJECTIONS,
+    PROJECT,
+    ROTATE,
 )

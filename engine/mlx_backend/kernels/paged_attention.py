@@ -23,7 +23,9 @@ from engine.mlx_backend.kernels.tiling import (
     Tuning,
     attends_chunks,
     chunk_constants,
+    chunk_reduce_constants,
     decode_constants,
+    num_chunk_splits,
     num_splits,
     reduce_constants,
     tile_decode,
@@ -64,7 +66,9 @@ class PagedKernels:
         self._write = bind(dialect.CHUNK_WRITE, pieces)
         self._gather = bind(dialect.CHUNK_GATHER, {**pieces, "BLOCK": block})
         self.attends_chunks = attends_chunks(geometry, dtype.size)
-        self._attend_chunks = bind(dialect.CHUNK_ATTENTION, chunk_constants(geometry, self._vec))
+        self._chunk_whole = bind(dialect.CHUNK_WHOLE, chunk_constants(geometry, self._vec))
+        self._chunk_split = bind(dialect.CHUNK_SPLIT, chunk_constants(geometry, self._vec))
+        self._chunk_reduce = bind(dialect.CHUNK_REDUCE, chunk_reduce_constants(geometry, self._reduce_threads))
         self._copy = bind(dialect.BLOCK_COPY, {**pieces, "BLOCK": block, "VEC": self._copy_vec})
         # With a soft cap the scores are capped before they go to base 2.
         scale = geometry.scale if geometry.soft_cap else geometry.scale * _LOG2_E
@@ -145,14 +149,29 @@ class PagedKernels:
         Returns the result, shaped as ``queries`` (rows of no chunk are undefined), and the pool's next version.
         """
         assert self.attends_chunks
-        g = self.geometry
-        rows = queries.shape[0] * g.group
-        out, version = self._attend_chunks(
-            *(queries, pool.keys, pool.values, block_table, chunks, self._scales),
-            *(self._no_sinks if sinks is None else sinks, version),
-            groups=(-(-rows // (16 * CHUNK_SIMDS)), g.num_kv_heads, chunks.shape[0]),
-            num_threads=CHUNK_SIMDS * 32,
-            output_shapes=[queries.shape, (1,)],
+        g, N = self.geometry, queries.shape[0]
+        sinks = self._no_sinks if sinks is None else sinks
+        splits = num_chunk_splits(g, N, block_table.shape[1] * g.block_size, self.tuning)
+        inputs = (queries, pool.keys, pool.values, block_table, chunks, self._scales, sinks, version)
+        groups = (-(-N * g.group // (16 * CHUNK_SIMDS)), g.num_kv_heads * splits, chunks.shape[0])
+        threads = CHUNK_SIMDS * 32
+        if splits == 1:
+            out, version = self._chunk_whole(
+                *inputs, groups=groups, num_threads=threads, output_shapes=[queries.shape, (1,)]
+            )
+            return out, version
+        rows = N * g.num_heads
+        partial, top, total, version = self._chunk_split(
+            *inputs,
+            groups=groups,
+            num_threads=threads,
+            output_shapes=[(rows, splits, g.head_dim), (rows, splits), (rows, splits), (1,)],
+        )
+        (out,) = self._chunk_reduce(
+            *(partial, top, total, sinks),
+            groups=(rows, 1, 1),
+            num_threads=self._reduce_threads,
+            output_shapes=[queries.shape],
         )
         return out, version
 

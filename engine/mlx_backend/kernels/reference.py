@@ -10,6 +10,7 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 
+from engine.mlx_backend.kernels.rotating import Heads
 from engine.mlx_backend.kernels.tiling import Geometry
 
 
@@ -105,6 +106,20 @@ def copy_blocks(geometry: Geometry, pool: mx.array, pairs: mx.array) -> mx.array
     sources = _rows(geometry, pool, places[:, 0].reshape(1, -1))
     targets = _rows(geometry, pool, places[:, 1].reshape(1, -1))
     return _put(pool, targets, pool[sources])
+
+
+def rotate(
+    joined: mx.array, positions: mx.array, frequencies: mx.array, heads: Heads
+) -> tuple[mx.array, mx.array, mx.array]:
+    """``RotationKernel`` in fp32."""
+    H, KV = heads.num_heads, heads.num_kv_heads
+    rows = joined.astype(mx.float32).reshape(joined.shape[0], H + 2 * KV, 1, heads.dim)
+    angles = positions.astype(mx.float32)[:, None, None, None] * frequencies
+    low, high = mx.split(rows[:, : H + KV], 2, axis=-1)
+    turned = mx.concatenate(
+        [low * mx.cos(angles) - high * mx.sin(angles), low * mx.sin(angles) + high * mx.cos(angles)], axis=-1
+    )
+    return turned[:, :H], turned[:, H:], rows[:, H + KV :]
 
 
 def _rows(geometry: Geometry, pool: mx.array, places: mx.array) -> mx.array:

@@ -14,6 +14,8 @@ _MAX_ELEMS_PER_LANE = 24
 _VECTOR_BYTES = 16
 _SHARED_BYTES = 16 * 1024
 _MAX_SPLITS = 64
+LEAST_CHUNK_SPAN = 128
+_MAX_CHUNK_SPLITS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +43,11 @@ class Tuning:
 
     ``loaded_bytes``: keys and values that a lane has on the way at once; ``target_groups``: threadgroups that fill the
     chip; ``longest_span``: positions a threadgroup reads at most before the context is split further.
+    ``chunk_groups``: threadgroups of chunk attention that fill the chip (0: a chunk's context is never split).
     ``pages_chunks``: whether prompt chunks attend by the kernel, not by MLX's attention over gathered blocks.
-    ``projects_rows``: whether products of few rows are the projection kernels', not MLX's.
+    ``joins_products``: whether layers with the same input may be one product; then also ``projects_rows``: whether
+    products of few rows may be the projection kernel's, and ``rotates_heads``: whether the rotation kernel splits and
+    rotates the heads of a joined product.
     """
 
     simds: int = 8
@@ -50,12 +55,23 @@ class Tuning:
     loaded_bytes: int = 128
     target_groups: int = 1024
     longest_span: int = 512
+    chunk_groups: int = 0
     pages_chunks: bool = False
+    joins_products: bool = False
     projects_rows: bool = False
+    rotates_heads: bool = False
 
 
 TUNINGS = {
-    "cuda": Tuning(simds=4, registers=32, pages_chunks=True, projects_rows=True),
+    "cuda": Tuning(
+        simds=4,
+        registers=32,
+        chunk_groups=132,  # an H200's multiprocessors; such a threadgroup fills one
+        pages_chunks=True,
+        joins_products=True,
+        projects_rows=True,
+        rotates_heads=True,
+    ),
     # A cautious guess that fits every chip, not measured. MLX's own attention and products are good on Metal.
     "metal": Tuning(registers=32, loaded_bytes=64, target_groups=256),
 }
@@ -164,6 +180,16 @@ def reduce_constants(geometry: Geometry, tiling: Tiling, num_threads: int) -> di
     }
 
 
+def chunk_reduce_constants(geometry: Geometry, num_threads: int) -> dict[str, int]:
+    """The chunk reduce kernel's template."""
+    return {
+        "D": geometry.head_dim,
+        "NUM_HEADS": geometry.num_heads,
+        "HAS_SINKS": int(geometry.has_sinks),
+        "THREADS": num_threads,
+    }
+
+
 def chunk_constants(geometry: Geometry, vec: int) -> dict[str, int]:
     """The chunk attention kernel's template. Keys and values of a turn take at most half of Metal's threadgroup memory
     each."""
@@ -175,10 +201,21 @@ def chunk_constants(geometry: Geometry, vec: int) -> dict[str, int]:
         "WINDOW": geometry.window,
         "SOFT_CAP": int(geometry.soft_cap > 0),
         "HAS_SINKS": int(geometry.has_sinks),
+        "LEAST": LEAST_CHUNK_SPAN,
         "KEYS": 32 if geometry.head_dim <= 128 else 16,
         "SIMDS": CHUNK_SIMDS,
         "VEC": vec,
     }
+
+
+def num_chunk_splits(geometry: Geometry, num_rows: int, max_positions: int, tuning: Tuning) -> int:
+    """Into how many splits chunk attention cuts contexts of up to ``max_positions`` when all chunks of a step together
+    have ``num_rows`` tokens: as many as fill the chip. Depends on a step's shape only, not on its positions."""
+    if geometry.window:
+        max_positions = min(max_positions, geometry.window + num_rows)
+    groups = -(-num_rows * geometry.group // (16 * CHUNK_SIMDS)) * geometry.num_kv_heads
+    most = min(-(-max_positions // LEAST_CHUNK_SPAN), _MAX_CHUNK_SPLITS)
+    return max(1, min(tuning.chunk_groups // groups, most))
 
 
 def attends_chunks(geometry: Geometry, number_bytes: int) -> bool:

@@ -230,6 +230,8 @@ INLINE float max(float a, float b) { return std::fmax(a, b); }
 INLINE float power_of_two(float x) { return std::exp2(x); }
 INLINE float tangent(float x) { return std::tanh(x); }
 INLINE float natural_log(float x) { return std::log(x); }
+INLINE float sine(float x) { return std::sin(x); }
+INLINE float cosine(float x) { return std::cos(x); }
 INLINE float float_of(int bits) {
   float x;
   memcpy(&x, &bits, 4);
