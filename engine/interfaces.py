@@ -104,10 +104,41 @@ class SchedulerStats:
 
 
 @dataclass(frozen=True, slots=True)
+class RunningView:
+    """One request that holds a slot. It reads its prompt until ``num_computed_tokens`` reaches it; then it decodes.
+
+    ``waits_for``: what keeps it out of the steps that go out now, None when it is in them.
+    """
+
+    slot: int
+    request_id: str
+    user: str
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_computed_tokens: int
+    num_output_tokens: int
+    age_s: float
+    waits_for: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingView:
+    """One request without a slot. ``num_tokens``: prompt, and what it had answered before it was preempted."""
+
+    request_id: str
+    user: str
+    num_tokens: int
+    age_s: float
+    waits_for: str
+    num_preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStatus:
     """What a replica discloses of its engine; unknown is None.
 
-    ``num_restarts`` counts restarts in place, ``last_failure`` is the sentence that the latest one was for.
+    ``running`` and ``waiting``: the requests themselves; of many that wait, the first. ``num_restarts`` counts restarts
+    in place, ``last_failure`` is the sentence that the latest one was for.
     """
 
     state: str
@@ -118,3 +149,5 @@ class EngineStatus:
     heartbeat_age_s: float | None = None
     num_restarts: int = 0
     last_failure: str | None = None
+    running: tuple[RunningView, ...] = ()
+    waiting: tuple[WaitingView, ...] = ()

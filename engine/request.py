@@ -117,8 +117,20 @@ class EngineRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class Pause:
+    """A preemption: off the slot at ``preempted_s``, computing again at ``resumed_s`` (None: it never did)."""
+
+    preempted_s: float
+    resumed_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Timeline:
-    """When a request passed each mark, and what it waited for. None = mark not reached."""
+    """When a request passed each mark, and what it waited for. None = mark not reached.
+
+    ``slot``: the one that it held last. ``waited_s`` adds up to the whole wait: from arrival to the first computed
+    token of the prompt, every pause, and every step in between that went without this request.
+    """
 
     received_s: float
     admitted_s: float | None = None
@@ -127,6 +139,8 @@ class Timeline:
     finished_s: float | None = None
     num_preemptions: int = 0
     waited_s: Mapping[WaitReason, float] = field(default_factory=dict)
+    slot: int | None = None
+    pauses: tuple[Pause, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +154,9 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class TokenOutput:
-    """New tokens of one request; the last one of a request carries ``finish_reason`` and ``timeline``.
+    """New tokens of one request; the last one of a request carries ``finish_reason``.
 
+    ``timeline`` comes with the first token, as far as it goes, and with the last output.
     ``error`` is set if and only if ``finish_reason`` is ERROR.
     """
 

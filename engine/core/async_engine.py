@@ -18,8 +18,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from engine.config import EngineConfig
 from engine.core.engine_core import EngineCore
 from engine.core.faults import FaultPlan
-from engine.core.generation import GenerationDelta, GenerationRequest
-from engine.core.messages import Cancel, Launch, OnProgress, Outputs, Snapshot, Submit
+from engine.core.generation import GenerationDelta, GenerationRequest, RequestAccount
+from engine.core.messages import Cancel, Complete, Launch, OnProgress, Outputs, Snapshot, Submit
 from engine.core.open_requests import OpenRequest, OpenRequests
 from engine.core.process_transport import KILL_MARGIN_S, REAP_S, ProcessTransport
 from engine.core.supervisor import EngineState, Supervisor
@@ -29,6 +29,7 @@ from engine.errors import (
     AdmissionRefusedError,
     DeadlineExceededError,
     EngineDeadError,
+    EngineError,
     InvalidParameterError,
     RequestCancelledError,
     RequestFailedError,
@@ -57,7 +58,8 @@ RESTART_RETRY_S = 10.0
 class AsyncEngine:
     """One engine. Make it with ``in_process`` (service) or ``in_thread`` (tests), then ``start`` it.
 
-    ``max_held`` bounds the requests kept while the engine restarts.
+    ``on_account`` is told once of every request that was let in, when it is over: complete, failed or left, and the
+    engine has told its times. ``max_held`` bounds the requests kept while the engine restarts.
     """
 
     def __init__(
@@ -72,6 +74,8 @@ class AsyncEngine:
         self._tokenizer = tokenizer
         self._max_held = max_held
         self._open = OpenRequests()
+        self._parting = OpenRequests()
+        self.on_account: Callable[[RequestAccount], None] | None = None
         self._snapshot: Snapshot | None = None
         self._start_decided = asyncio.Event()
 
@@ -162,7 +166,7 @@ class AsyncEngine:
         finally:
             if overdue is not None:
                 overdue.cancel()
-            self._abandon(opened)
+            self._part(opened)
 
     def cancel(self, request_id: str) -> bool:
         """End an open request from outside: its iterator raises RequestCancelledError. False when it is not open."""
@@ -188,12 +192,15 @@ class AsyncEngine:
             heartbeat_age_s=self._supervisor.heard_age_s,
             num_restarts=self.num_restarts,
             last_failure=None if failure is None else failure.message,
+            running=snapshot.running,
+            waiting=snapshot.waiting,
         )
 
     async def close(self, grace_s: float = 0.0) -> None:
         """Take nothing new, let open requests run for ``grace_s``, free the model, end the engine."""
         await self._supervisor.close(grace_s)
         self._fail_open(RequestCancelledError("The engine is stopping."))
+        self._end_partings()
         self._start_decided.set()
 
     # What the supervisor calls.
@@ -216,45 +223,49 @@ class AsyncEngine:
         if outputs.snapshot is not None:
             self._snapshot = outputs.snapshot
         now_s = time.monotonic()
-        no_longer_wanted: list[str] = []
+        complete: list[str] = []
         for output in outputs.outputs:
+            # A name may be used again: what comes first concerns who had it first.
+            parting = self._parting.of_sequence(output.request_id)
             opened = self._open.of_sequence(output.request_id)
-            if opened is not None:
-                no_longer_wanted += self._take(opened, output, now_s)
-        if no_longer_wanted:
-            self._supervisor.send(Cancel(tuple(no_longer_wanted)))
+            if parting is not None:
+                parting.note_account(output)
+                self._part(parting)
+            elif opened is not None and self._take(opened, output, now_s):
+                complete.append(output.request_id)
+        if complete:
+            self._supervisor.send(Complete(tuple(complete)))
 
     def engine_lost(self, error: EngineDeadError, *, for_good: bool) -> None:
         """Fail what cannot go on; the rest waits for the next life."""
+        self._end_partings()
         if for_good:
             self._start_decided.set()
             self._fail_open(error)
             return
         for opened in self._open:
             if opened.has_delivered or opened.num_submissions >= MAX_SUBMISSIONS:
-                opened.fail(error)
-                self._open.remove(opened)
+                self._end(opened, error)
             else:
                 opened.begin_again()
 
-    def _take(self, opened: OpenRequest, output: TokenOutput, now_s: float) -> Sequence[str]:
-        """Give ``output`` to its request; returns the sequences that the engine need not go on with."""
+    def _take(self, opened: OpenRequest, output: TokenOutput, now_s: float) -> bool:
+        """Give ``output`` to its request; True when a stop string has completed the answer before the engine did."""
         error = output.error
-        ended_here = False
+        is_complete = False
         if error is None:
             try:
-                ended_here = opened.take(output, now_s)
+                is_complete = opened.take(output, now_s)
             except Exception as defect:
                 logger.exception("the text of request %s could not be made", output.request_id)
                 error = RequestFailedError(f"The answer's text could not be made: {type(defect).__name__}.")
         if error is not None:
-            opened.fail(error)
-            self._open.remove(opened)
-            return [i for i in opened.unfinished_ids if i != output.request_id or output.finish_reason is None]
-        if opened.ended:
-            self._open.remove(opened)
+            opened.note_account(output)
+            self._end(opened, error)
+        elif opened.ended:
+            self._part(opened)
             self._supervisor.request_finished()
-        return [output.request_id] if ended_here else []
+        return is_complete
 
     async def _admit(self, request: GenerationRequest) -> OpenRequest:
         if self._supervisor.state is EngineState.STARTING:
@@ -289,15 +300,27 @@ class AsyncEngine:
         left_s = deadline_s - time.monotonic() + OVERDUE_SLACK_S
         return asyncio.get_running_loop().call_later(left_s, self._end, opened, error)
 
-    def _end(self, opened: OpenRequest, error: RequestFailedError) -> None:
-        opened.fail(error)
-        self._abandon(opened)
+    def _end(self, opened: OpenRequest, error: EngineError) -> None:
+        opened.fail(error, time.monotonic())
+        self._part(opened)
 
-    def _abandon(self, opened: OpenRequest) -> None:
+    def _part(self, opened: OpenRequest) -> None:
+        """Its caller gets no more of this request. It is over when the engine has told all that it knows of it."""
+        untold = opened.untold_ids if self._supervisor.hears else ()
         if self._open.remove(opened):
-            self._supervisor.send(Cancel(opened.unfinished_ids))
+            if untold:
+                self._supervisor.send(Cancel(untold))
+                self._parting.add(opened)
+        elif untold or not self._parting.remove(opened):
+            return
+        if not untold and self.on_account is not None:
+            self.on_account(opened.account(time.monotonic()))
+
+    def _end_partings(self) -> None:
+        """The engine will tell nothing more."""
+        for opened in self._parting:
+            self._part(opened)
 
     def _fail_open(self, error: EngineDeadError | RequestCancelledError) -> None:
         for opened in self._open:
-            opened.fail(error)
-            self._open.remove(opened)
+            self._end(opened, error)

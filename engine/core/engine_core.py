@@ -88,9 +88,13 @@ class EngineCore:
         """Accept one sequence. Raises RequestError or AdmissionRefusedError."""
         self._scheduler.add(request, self._clock())
 
-    def cancel(self, request_id: str) -> bool:
-        """End a sequence without a result; False when it is not known (any more)."""
+    def cancel(self, request_id: str) -> TokenOutput | None:
+        """End a sequence without a result; returns its account, None when it is not known (any more)."""
         return self._scheduler.cancel(request_id, self._clock())
+
+    def complete(self, request_id: str) -> TokenOutput | None:
+        """End a sequence whose text is complete; returns as ``cancel`` does."""
+        return self._scheduler.complete(request_id, self._clock())
 
     def step(self) -> list[TokenOutput]:
         """One turn: end what is overdue, fill the pipeline, read the oldest step.
@@ -118,7 +122,8 @@ class EngineCore:
 
     def snapshot(self) -> Snapshot:
         """The engine at this moment."""
-        return Snapshot(self._scheduler.stats(self._clock()), self._memory())
+        now_s = self._clock()
+        return Snapshot(self._scheduler.stats(now_s), self._memory(), *self._scheduler.views(now_s))
 
     def close(self) -> None:
         """Wait for what is in flight, then free pools and weights."""

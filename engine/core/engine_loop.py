@@ -17,6 +17,7 @@ from engine.core.engine_core import EngineCore
 from engine.core.messages import (
     Abandon,
     Cancel,
+    Complete,
     Failed,
     FromEngine,
     OnProgress,
@@ -54,6 +55,7 @@ class EngineLoop:
         self._stop_at_s: float | None = None
         self._snapshot_at_s = 0.0
         self._held = False
+        self._ended: list[TokenOutput] = []
 
     def post(self, message: ToEngine) -> None:
         """Leave a message from any thread; a sleeping loop wakes at once."""
@@ -100,6 +102,9 @@ class EngineLoop:
         while True:
             for message in self._take_messages(self._sleep_s(core)):
                 self._handle(core, message)
+            if self._ended:
+                # Callers wait for these accounts: not until a step is over.
+                self._publish(core, ())
             if self._stop_at_s is not None and (not core.has_work or self._clock() >= self._stop_at_s):
                 break
             outputs = core.step()
@@ -128,8 +133,9 @@ class EngineLoop:
             case Submit():
                 self._submit(core, message)
             case Cancel():
-                for request_id in message.request_ids:
-                    core.cancel(request_id)
+                self._ended += filter(None, map(core.cancel, message.request_ids))
+            case Complete():
+                self._ended += filter(None, map(core.complete, message.request_ids))
             case Shutdown():
                 stop_at_s = self._clock() + message.grace_s
                 # A second, more hurried shutdown wins; a second, more patient one does not.
@@ -158,8 +164,9 @@ class EngineLoop:
         due = now_s >= self._snapshot_at_s or not core.has_work
         if due:
             self._snapshot_at_s = now_s + SNAPSHOT_PERIOD_S
+        outputs, self._ended = (*self._ended, *outputs), []
         if outputs or due:
-            self._emit(Outputs(tuple(outputs), core.snapshot() if due else None))
+            self._emit(Outputs(outputs, core.snapshot() if due else None))
 
 
 def _refusal(request_id: str, error: EngineError) -> TokenOutput:

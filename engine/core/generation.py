@@ -37,12 +37,37 @@ class GenerationRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class AnswerAccount:
+    """How one answer ended. CANCELLED: its caller left, or its request failed by another answer's error.
+
+    Counts are those of the tokens that were read, as in ``GenerationDelta``; ``timeline`` is the engine's, or as much
+    of it as was told before the engine was lost.
+    """
+
+    index: int
+    finish_reason: FinishReason
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int
+    timeline: Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class RequestAccount:
+    """A request that is over, with all its answers."""
+
+    request_id: str
+    answers: tuple[AnswerAccount, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationDelta:
     """What became known of answer ``index``. ``finish_reason`` is set on the last delta of an index and on no other.
 
     ``text`` is only ever added to, never changed. ``token_ids`` and ``num_output_tokens`` count every sampled token,
     the one that ended the answer too. ``stop_reason`` is the stop string or stop token that ended it, None for the
-    model's own end. ``num_cached_tokens`` is known from the first delta on, ``timeline`` from the last.
+    model's own end. ``num_cached_tokens`` is known from the first delta on, ``timeline`` from the last. ``made_s``:
+    when the text was made, in monotonic seconds.
     """
 
     request_id: str
@@ -56,3 +81,4 @@ class GenerationDelta:
     num_output_tokens: int
     num_cached_tokens: int
     timeline: Timeline | None
+    made_s: float = 0.0

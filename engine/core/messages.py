@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from engine.config import EngineConfig
 from engine.core.faults import FaultPlan
 from engine.errors import EngineError
-from engine.interfaces import ModelFacts, SchedulerStats
+from engine.interfaces import ModelFacts, RunningView, SchedulerStats, WaitingView
 from engine.request import EngineRequest, TokenOutput
 
 MemoryFacts = Mapping[str, float | int | str | None]
@@ -36,7 +36,14 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """End these sequences; what they hold is free before the next step is chosen."""
+    """End these sequences; what they hold is free before the next step is chosen. Each one's account comes back."""
+
+    request_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Complete:
+    """As ``Cancel``, for answers that a stop string has ended: they are finished."""
 
     request_ids: tuple[str, ...]
 
@@ -70,6 +77,8 @@ class Snapshot:
 
     scheduler: SchedulerStats
     memory: MemoryFacts = field(default_factory=dict)
+    running: tuple[RunningView, ...] = ()
+    waiting: tuple[WaitingView, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +115,7 @@ class Stopped:
     """The loop has ended as it was told to, and has freed the model."""
 
 
-ToEngine = Launch | Submit | Cancel | Shutdown | Abandon
+ToEngine = Launch | Submit | Cancel | Complete | Shutdown | Abandon
 FromEngine = Progress | Started | Outputs | Failed | Stopped
 OnProgress = Callable[[Progress], None]
 

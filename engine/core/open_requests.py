@@ -11,10 +11,10 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 
-from engine.core.generation import GenerationDelta, GenerationRequest
+from engine.core.generation import GenerationDelta, GenerationRequest, RequestAccount
 from engine.core.output_processor import AnswerProcessor
 from engine.errors import EngineError
-from engine.request import EngineRequest, TokenOutput
+from engine.request import EngineRequest, FinishReason, TokenOutput
 from engine.text.tokenizer import Tokenizer
 
 
@@ -27,6 +27,7 @@ class OpenRequest:
         self.has_delivered = False
         self.num_submissions = 0
         self.ended = False
+        self.error: EngineError | None = None
         self._tokenizer = tokenizer
         self._undelivered: deque[GenerationDelta | EngineError] = deque()
         self._news = asyncio.Event()
@@ -45,25 +46,44 @@ class OpenRequest:
         self._undelivered.clear()
 
     @property
-    def unfinished_ids(self) -> tuple[str, ...]:
-        """Sequences that the engine may still be computing."""
-        return tuple(sequence_id for sequence_id, answer in self.answers.items() if not answer.finished)
+    def untold_ids(self) -> tuple[str, ...]:
+        """Sequences of which the engine has not told that it is done with them."""
+        return tuple(sequence_id for sequence_id, answer in self.answers.items() if not answer.is_told)
 
     def take(self, output: TokenOutput, now_s: float) -> bool:
-        """Add ``output`` to its answer; True when a stop string ended that answer before the engine did."""
+        """Add ``output`` to its answer; True when a stop string has completed it and the engine has to be told."""
         answer = self.answers[output.request_id]
         if answer.finished:
             return False
+        was_complete = answer.text_complete
         delta = answer.process(output, now_s)
-        self._leave(delta)
-        self.ended = not self.unfinished_ids
-        return answer.finished and output.finish_reason is None
+        if delta is not None:
+            self._leave(delta)
+        self.ended = all(answer.finished for answer in self.answers.values())
+        return answer.text_complete and not (was_complete or answer.is_told)
 
-    def fail(self, error: EngineError) -> None:
-        """End the request with ``error``."""
-        if not self.ended:
-            self.ended = True
+    def note_account(self, output: TokenOutput) -> None:
+        """Take in what the engine tells of a sequence after the request has ended here."""
+        self.answers[output.request_id].note_account(output)
+
+    def fail(self, error: EngineError, now_s: float) -> None:
+        """End the request with ``error``; answers that lack nothing but the engine's account are complete, though."""
+        if self.ended:
+            return
+        self.ended = True
+        unfinished = [answer for answer in self.answers.values() if not answer.finished]
+        if all(answer.text_complete for answer in unfinished):
+            for answer in unfinished:
+                self._leave(answer.finish(now_s))
+        else:
+            self.error = error
             self._leave(error)
+
+    def account(self, now_s: float) -> RequestAccount:
+        """How the request ended, with what the engine has told until now."""
+        default = FinishReason.CANCELLED if self.error is None else FinishReason.ERROR
+        answers = tuple(answer.account(default, now_s) for answer in self.answers.values())
+        return RequestAccount(self.request.request_id, answers)
 
     async def next_delta(self) -> GenerationDelta:
         """The next delta. Raises the error that ended the request."""
@@ -105,6 +125,10 @@ class OpenRequests:
         """The open request that ``sequence_id`` is an answer of."""
         return self._by_sequence.get(sequence_id)
 
+    def holds(self, opened: OpenRequest) -> bool:
+        """Whether this very request is in the book."""
+        return self._by_id.get(opened.request.request_id) is opened
+
     def add(self, opened: OpenRequest) -> None:
         """Enter a request."""
         self._by_id[opened.request.request_id] = opened
@@ -112,7 +136,7 @@ class OpenRequests:
 
     def remove(self, opened: OpenRequest) -> bool:
         """Strike a request out; False when it was not in the book."""
-        if self._by_id.get(opened.request.request_id) is not opened:
+        if not self.holds(opened):
             return False
         del self._by_id[opened.request.request_id]
         for sequence_id in opened.answers:

@@ -88,6 +88,11 @@ class Supervisor:
         """Seconds since the engine said anything, or since it was given something to do."""
         return time.monotonic() - self._heard_s
 
+    @property
+    def hears(self) -> bool:
+        """Whether there is an engine that takes messages and answers."""
+        return self.state in (EngineState.RUNNING, EngineState.STOPPING) and self._transport is not None
+
     async def start(self, on_progress: OnProgress | None = None) -> None:
         """Begin the first life. Raises the StartupError that ended it, or EngineDeadError."""
         assert self._task is None, "started twice"
@@ -99,7 +104,8 @@ class Supervisor:
 
     def send(self, message: ToEngine) -> None:
         """Hand ``message`` to the running engine; without one it is dropped."""
-        if self.state in (EngineState.RUNNING, EngineState.STOPPING) and self._transport is not None:
+        if self.hears:
+            assert self._transport is not None
             self._transport.send(message)
 
     def work_begins(self) -> None:

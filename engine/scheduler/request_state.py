@@ -17,7 +17,7 @@ from hashlib import blake2b
 
 from engine.batch import BlockCopy
 from engine.memory.kv_cache_manager import BlockTable
-from engine.request import EngineRequest, Timeline
+from engine.request import EngineRequest, Pause, Timeline
 from engine.scheduler.waiting_time import WaitAccount
 
 NO_SLOT = -1
@@ -47,6 +47,8 @@ class Request:
     ``num_times_passed``      how many requests went first although this one was ahead,
     ``num_tokens_passed``     and how many tokens they had in all; ``passing``: it goes before the holder of the turn
     ``copy_before_start``     block copy that has to precede the first row
+    ``last_slot``             the slot that it holds, or held last
+    ``pauses``                one for each preemption
     """
 
     asked: EngineRequest
@@ -65,7 +67,6 @@ class Request:
     num_rows_in_flight: int = 0
     num_charged_tokens: int = 0
     num_cached_tokens: int = 0
-    num_preemptions: int = 0
     immune_until_output: int = 0
     num_times_passed: int = 0
     num_tokens_passed: int = 0
@@ -74,6 +75,8 @@ class Request:
     admitted_s: float | None = None
     prefill_started_s: float | None = None
     first_token_s: float | None = None
+    last_slot: int | None = None
+    pauses: list[Pause] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.asked.prompt_token_ids)
@@ -93,6 +96,18 @@ class Request:
     def priority(self) -> int:
         """Lower runs first."""
         return self.asked.priority
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often it was taken off its slot."""
+        return len(self.pauses)
+
+    def row_taken(self, now_s: float) -> None:
+        """A step with a row of this request goes out: it waits for nothing any more."""
+        if self.prefill_started_s is None:
+            self.prefill_started_s = now_s
+        if self.pauses and self.pauses[-1].resumed_s is None:
+            self.pauses[-1] = Pause(self.pauses[-1].preempted_s, now_s)
 
     @property
     def num_tokens(self) -> int:
@@ -124,6 +139,8 @@ class Request:
             finished_s=finished_s,
             num_preemptions=self.num_preemptions,
             waited_s=dict(self.wait.waited_s),
+            slot=self.last_slot,
+            pauses=tuple(self.pauses),
         )
 
 

@@ -74,7 +74,7 @@ class Residency:
 
     def enter(self, request: Request, hit: PrefixHit) -> None:
         """Give a request the lowest free slot, its prefix hit, and blocks for all of its known tokens."""
-        request.slot = heapq.heappop(self._free_slots)
+        request.slot = request.last_slot = heapq.heappop(self._free_slots)
         request.place = Place.SLOT
         self._rows[request.slot] = request
         request.copy_before_start = self.kv.attach(request.table, hit, request.num_tokens)

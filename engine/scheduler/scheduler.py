@@ -24,9 +24,9 @@ from engine.errors import (
     InvalidParameterError,
     StepFailedError,
 )
-from engine.interfaces import SchedulerStats
+from engine.interfaces import RunningView, SchedulerStats, WaitingView
 from engine.memory.block_hash import root_hash
-from engine.request import EngineRequest, FinishReason, TokenOutput, WaitReason
+from engine.request import EngineRequest, FinishReason, Pause, TokenOutput, WaitReason
 from engine.scheduler.admission import Admission, check_request
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.counters import Counters
@@ -40,6 +40,7 @@ from engine.scheduler.residency import Residency
 from engine.scheduler.step_cost import StepCostModel
 from engine.scheduler.step_planner import StepPlanner
 from engine.scheduler.stopping import finish_reason
+from engine.scheduler.views import views
 from engine.scheduler.waiting_room import WaitingRoom
 
 __all__ = ["Scheduler", "SchedulerConfig"]
@@ -102,14 +103,21 @@ class Scheduler:
         request.wait.add(WaitReason.PREFILL_TURN, now_s - asked.received_s)
         self._waiting.enter(request, now_s)
 
-    def cancel(self, request_id: str, now_s: float) -> bool:
-        """End a request that nobody waits for any more. False if it is not here."""
+    def cancel(self, request_id: str, now_s: float) -> TokenOutput | None:
+        """End a request that nobody waits for any more. Returns its account; None if it is not here."""
         request = self._requests.get(request_id)
         if request is None:
-            return False
-        self._remove(request, now_s)
+            return None
         self._counters.num_cancelled += 1
-        return True
+        return self._end(request, FinishReason.CANCELLED, now_s)
+
+    def complete(self, request_id: str, now_s: float) -> TokenOutput | None:
+        """End a request whose text is complete, a stop string having come. As ``cancel``, but it counts as finished."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return None
+        self._counters.finished(request)
+        return self._end(request, FinishReason.STOP, now_s)
 
     def expire(self, now_s: float) -> list[TokenOutput]:
         """End every request whose deadline has passed."""
@@ -207,6 +215,10 @@ class Scheduler:
             **self._counters.as_stats(),
         )
 
+    def views(self, now_s: float) -> tuple[tuple[RunningView, ...], tuple[WaitingView, ...]]:
+        """Who holds which slot, and who waits for what; of the waiting the first few."""
+        return views(self._residency, self._waiting, now_s)
+
     def check_invariants(self) -> None:
         """Raise AssertionError naming what does not add up."""
         self._residency.check_invariants()
@@ -257,7 +269,8 @@ class Scheduler:
         request.token_ids.append(sampled.token_id)
         if request.place is not Place.SLOT:
             self._waiting.token_arrived()
-        if request.first_token_s is None:
+        is_first = request.first_token_s is None
+        if is_first:
             request.first_token_s = now_s
             self._counters.first_token(request)
         self._counters.num_output_tokens += 1
@@ -274,15 +287,21 @@ class Scheduler:
             finish_reason=reason,
             num_prompt_tokens=request.num_prompt_tokens,
             num_cached_tokens=request.num_cached_tokens,
-            timeline=None if reason is None else request.timeline(now_s),
+            timeline=request.timeline(None if reason is None else now_s) if is_first or reason else None,
         )
 
     def _fail(self, request: Request, error: EngineError, now_s: float) -> TokenOutput:
-        self._remove(request, now_s)
         self._counters.num_failed += 1
+        return self._end(request, FinishReason.ERROR, now_s, error)
+
+    def _end(
+        self, request: Request, reason: FinishReason, now_s: float, error: EngineError | None = None
+    ) -> TokenOutput:
+        """Take a request out, without another token. Returns its account."""
+        self._remove(request, now_s)
         return TokenOutput(
             request_id=request.request_id,
-            finish_reason=FinishReason.ERROR,
+            finish_reason=reason,
             error=error,
             num_prompt_tokens=request.num_prompt_tokens,
             num_cached_tokens=request.num_cached_tokens,
@@ -302,7 +321,7 @@ class Scheduler:
     def _preempt(self, request: Request, now_s: float) -> None:
         """Free slot and blocks; tokens and place in line stay."""
         self._residency.leave(request, now_s)
-        request.num_preemptions += 1
+        request.pauses.append(Pause(now_s))
         request.immune_until_output = request.num_output_tokens + IMMUNE_TOKENS
         self._counters.num_preemptions += 1
         self._waiting.enter(request, now_s)

@@ -123,8 +123,7 @@ class StepPlanner:
     def _take_row(self, request: Request, num_tokens: int, copies: list[BlockCopy], now_s: float) -> BatchRow:
         """The request's row in the step that is going out."""
         request.wait.stop(self._waiting.clock, now_s)
-        if request.prefill_started_s is None:
-            request.prefill_started_s = now_s
+        request.row_taken(now_s)
         copy = self._residency.take_copy(request)
         if copy is not None:
             copies.append(copy)

@@ -1,7 +1,7 @@
 """When an answer is over.
 
 Owns: the stop rules that need token ids and counts only. Must not know: text (stop strings are matched where text is
-made, and arrive here as a cancellation).
+made, and the scheduler is told that the answer is complete).
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ wait for each other.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import islice
 
 from engine.request import WaitReason
 from engine.scheduler.fairness import FairShares
@@ -44,6 +45,12 @@ class WaitingRoom:
         yield from self.queue
         for group in self._parked.values():
             yield from group.values()
+
+    def first(self, num_requests: int) -> list[Request]:
+        """The first requests of the queue in order, then parked ones, ``num_requests`` at most."""
+        found = self.queue.first(num_requests)
+        parked = (request for group in self._parked.values() for request in group.values())
+        return found + list(islice(parked, num_requests - len(found)))
 
     def enter(self, request: Request, now_s: float) -> None:
         """A request arrives, or comes back after preemption."""

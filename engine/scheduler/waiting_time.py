@@ -43,6 +43,11 @@ class WaitAccount:
     _queue_totals_s: dict[WaitReason, float] | None = None
     _own: tuple[WaitReason, float] | None = None
 
+    @property
+    def own_reason(self) -> WaitReason | None:
+        """What the request waits for by itself, as one that holds a slot does; None if nothing."""
+        return None if self._own is None else self._own[0]
+
     def start_with_queue(self, clock: QueueClock, now_s: float) -> None:
         """The request is in the queue from now on."""
         self.stop(clock, now_s)

@@ -42,8 +42,8 @@ async def test_a_caller_that_waits_goes_on_waiting_when_it_begins_again() -> Non
 async def test_deltas_before_an_error_are_delivered_first() -> None:
     opened = OpenRequest(make_request("a"), TOKENIZER)
     opened.take(TokenOutput("a", tuple(b"some")), 1.0)
-    opened.fail(EngineDeadError("gone"))
-    opened.fail(EngineDeadError("again"))
+    opened.fail(EngineDeadError("gone"), 2.0)
+    opened.fail(EngineDeadError("again"), 3.0)
     assert (await opened.next_delta()).text == "some"
     with pytest.raises(EngineDeadError, match="gone"):
         await opened.next_delta()

@@ -18,7 +18,7 @@ TIMELINE = Timeline(1.0, 2.0, 3.0, 4.0, 5.0)
 def run(
     token_groups: Sequence[Sequence[int]], finish: FinishReason = FinishReason.LENGTH, **request: object
 ) -> list[GenerationDelta]:
-    """Feed the groups until an end comes; the last group carries ``finish``."""
+    """Feed the groups; the last one carries ``finish``."""
     answer = AnswerProcessor(make_request("a", **request), 0, letter_tokenizer())
     deltas = []
     for number, group in enumerate(token_groups, 1):
@@ -31,9 +31,8 @@ def run(
             num_cached_tokens=3,
             timeline=TIMELINE if last else None,
         )
-        deltas.append(answer.process(output, now_s=9.0))
-        if answer.finished:
-            break
+        if (delta := answer.process(output, now_s=9.0)) is not None:
+            deltas.append(delta)
     return deltas
 
 
@@ -62,7 +61,8 @@ def test_a_stop_string_cuts_the_answer(size: int) -> None:
     # Tokens up to the one that completed the match count, and no other, whatever came together with it.
     assert last.num_output_tokens == len("one two three")
     assert sum(len(delta.logprobs) for delta in deltas) == len("one two three")
-    assert last.timeline is not None
+    assert last.timeline == TIMELINE
+    assert [delta.finish_reason for delta in deltas[:-1]] == [None] * (len(deltas) - 1)
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 100])

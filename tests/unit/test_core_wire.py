@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from engine.config import EngineConfig
 from engine.core.faults import FaultKind, FaultPlan
-from engine.core.messages import Cancel, Failed, Launch, Outputs, Progress, Shutdown, Stopped, Submit
+from engine.core.messages import Cancel, Complete, Failed, Launch, Outputs, Progress, Shutdown, Stopped, Submit
 from engine.core.wire import Decoder, encode
 from engine.errors import (
     AdmissionRefusedError,
@@ -37,6 +37,7 @@ MESSAGES = [
     Launch(EngineConfig(slots=3), 5.0, (FaultPlan(FaultKind.HANG, 7),)),
     Submit((EngineRequest("a", (1, 2, 3), SamplingParams(seed=1, logit_bias=((5, -1.0),)), 0.5, fork_of="b"),)),
     Cancel(("a", "b")),
+    Complete(("c",)),
     Shutdown(2.5),
     Progress("weights", 0.5),
     Outputs((TokenOutput("a", (4,)), TokenOutput("b", (5, 6), (TokenLogprobs(5, -0.1, ((5, -0.1),)),)))),

@@ -115,6 +115,11 @@ def test_a_preempted_request_says_so_and_what_it_waited_for() -> None:
     preempted = [timeline for timeline in timelines if timeline and timeline.num_preemptions]
     assert preempted
     assert all(timeline.waited_s.get(WaitReason.BLOCKS, 0.0) > 0.0 for timeline in preempted)
+    for timeline in preempted:
+        assert len(timeline.pauses) == timeline.num_preemptions
+        pauses_s = sum(pause.resumed_s - pause.preempted_s for pause in timeline.pauses)
+        # Besides, a request may have waited on its slot for a block.
+        assert sum(timeline.waited_s.values()) >= timeline.prefill_started_s - timeline.received_s + pauses_s - 1e-9
     assert sum(t.num_preemptions for t in timelines if t) == harness.scheduler.stats(0.0).num_preemptions
 
 
