@@ -75,6 +75,7 @@ class ModelRunner(Protocol):
 class SchedulerStats:
     """A moment of the scheduler. Blocks: total = free + cached + held.
 
+    ``num_admissions``: times that a request got a slot, ``num_admission_waves``: steps in which that happened.
     ``num_unread_tokens``: prompt tokens to compute, of requests that wait and that run. ``prefill_tokens_per_s`` and
     ``usual_answer_s`` (an answer of the usual length, decoded beside what runs now) are learnt from measured steps.
     """
@@ -96,6 +97,8 @@ class SchedulerStats:
     num_refused: int
     num_cancelled: int
     num_failed: int
+    num_admissions: int = 0
+    num_admission_waves: int = 0
     num_unread_tokens: int = 0
     predicted_wait_s: float | None = None
     prefill_tokens_per_s: float | None = None

@@ -71,7 +71,7 @@ def stop_calls(config: AppConfig, grace_s: float) -> None:
 
 def build_app(config: AppConfig, replica: type[MetalReplica] = MetalReplica) -> serve.Application:
     """Return the application: one deployment of replicas for each model, and the ingress in front of them."""
-    replicas = {model.name: _replica(replica, model, config.replica) for model in config.models}
+    replicas = {model.name: _replica(replica, model, config) for model in config.models}
     application: serve.Application = _ingress(config.ingress).bind(config, replicas, _ledger(config))
     return application
 
@@ -87,7 +87,8 @@ def _ledger(config: AppConfig) -> serve.Application | None:
     return application
 
 
-def _replica(replica: type[MetalReplica], model: ModelConfig, config: ReplicaConfig) -> serve.Application:
+def _replica(replica: type[MetalReplica], model: ModelConfig, app: AppConfig) -> serve.Application:
+    config = app.replica
     deployment: Any = serve.deployment(
         name=model.deployment_name,
         **_number_of_replicas(model),
@@ -104,7 +105,7 @@ def _replica(replica: type[MetalReplica], model: ModelConfig, config: ReplicaCon
         graceful_shutdown_wait_loop_s=SHUTDOWN_POLL_S,
         max_constructor_retry_count=config.max_start_attempts,
     )(replica)
-    application: serve.Application = deployment.bind(model, config)
+    application: serve.Application = deployment.bind(model, config, app.logs)
     return application
 
 

@@ -26,6 +26,7 @@ from engine.config import (
 )
 from engine.errors import ConfigError
 from serve_app.keys import ApiKey, read_keys
+from serve_app.telemetry.logs import LogConfig
 
 APP_NAME = "metalslots"
 INGRESS_NAME = "Ingress"
@@ -158,6 +159,7 @@ class AppConfig(_Section):
     ingress: IngressConfig = IngressConfig()
     replica: ReplicaConfig = ReplicaConfig()
     limits: LimitsConfig = LimitsConfig()
+    logs: LogConfig = LogConfig()
     keys_file: str | None = None
     keys: tuple[ApiKey, ...] = ()
 

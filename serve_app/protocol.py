@@ -46,6 +46,18 @@ class ToolUse:
 
 
 @dataclass(frozen=True, slots=True)
+class Route:
+    """Why a call was sent to ``replica``: the router's reason and what it expected there. ``total_s``: its cost."""
+
+    replica: str
+    reason: str
+    total_s: float
+    num_cached_tokens: int
+    num_usable: int
+    decided_unix_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateCall:
     """One client request. Either ``messages`` (a chat) or ``prompts`` (texts or token ids) is given.
 
@@ -56,7 +68,8 @@ class GenerateCall:
     ``client_request_id`` is the client's own name for the request, for logs only: ``request_id`` is ours and unique.
     ``template_variables`` are for the chat template; ``thinking_effort`` ("" is the model's own) and
     ``thinking_budget`` (tokens) bound what a model thinks before it answers. ``cache_salt`` keeps cached prompts apart.
-    ``count_only``: nothing is generated, the only message has the prompt's length.
+    ``count_only``: nothing is generated, the only message has the prompt's length. ``key_name``: who asks, where keys
+    are needed. ``trace_context``: W3C headers of the span that the call belongs to. ``route``: set by the router.
     """
 
     request_id: str
@@ -80,6 +93,9 @@ class GenerateCall:
     thinking_budget: int | None = None
     cache_salt: str = ""
     count_only: bool = False
+    key_name: str = ""
+    trace_context: Mapping[str, str] = field(default_factory=dict)
+    route: Route | None = None
 
     @property
     def num_prompts(self) -> int:
@@ -149,9 +165,13 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Where the time went, in seconds since the replica received the call. None = mark not reached."""
+    """Where the time went, in seconds since the replica received the call. None = mark not reached.
+
+    ``queued_s``: a slot was given; ``prefill_started_s``: the first step with this call went out.
+    """
 
     queued_s: float | None = None
+    prefill_started_s: float | None = None
     first_token_s: float | None = None
     total_s: float | None = None
     num_preemptions: int = 0

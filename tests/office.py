@@ -110,7 +110,7 @@ class Office:
                 self.num_computed[self._open[row.request_id][0].kind] += row.num_tokens
             tokens = {row.request_id: SampledToken(1) for row in batch.rows if row.samples}
             for output in self.scheduler.update(batch, StepOutput(batch.step_index, tokens, elapsed_s), now_s):
-                if output.timeline is not None:
+                if output.finish_reason is not None:
                     person, num_prompt, predicted_s = self._open.pop(output.request_id)
                     self.finished.append(Asked(person.kind, person.name, num_prompt, output.timeline, predicted_s))
                     if person.closed:

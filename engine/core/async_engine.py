@@ -176,6 +176,10 @@ class AsyncEngine:
         self._end(opened, RequestCancelledError("The request was cancelled."))
         return True
 
+    def holds(self, request_id: str) -> bool:
+        """Whether the account of a request that was let in is still to come."""
+        return request_id in self._open or request_id in self._parting
+
     def status(self) -> EngineStatus:
         """What is known now. Raises EngineDeadError before the engine has started."""
         facts = self.facts

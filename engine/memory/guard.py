@@ -118,6 +118,7 @@ class MemoryGuard:
         self.config = config
         self.events: deque[GuardEvent] = deque(maxlen=NUM_EVENTS_KEPT)
         self.num_events = 0
+        self._num_actions = dict.fromkeys(GuardAction, 0)
         self.stage = Stage.CALM
         self.last_reading: MemoryReading | None = None
         self._changed_s = float("-inf")
@@ -149,6 +150,7 @@ class MemoryGuard:
             "guard_headroom_bytes": self.config.headroom_bytes,
             "guard_num_events": self.num_events,
             "guard_last_event": self.events[-1].reason if self.events else None,
+            **{f"guard_action_{action}": number for action, number in self._num_actions.items()},
             "pressure": None if reading.pressure is None else reading.pressure.name.lower(),
             "available_bytes": reading.available_bytes,
             "footprint_bytes": reading.footprint_bytes,
@@ -210,8 +212,10 @@ class MemoryGuard:
         assert self.last_reading is not None, "a stage changes only after a reading"
         self.stage, self._changed_s, self._calm_since_s = stage, now_s, None
         self.num_events += 1
+        self._num_actions[action] += 1
         self.events.append(GuardEvent(now_s, action, stage, reason, self.last_reading))
         if action is GuardAction.DROP_PREFIXES and stage is Stage.TRIMMED:
+            self._num_actions[GuardAction.RELEASE_BUFFERS] += 1
             return [GuardAction.RELEASE_BUFFERS, action]
         return [action]
 

@@ -46,7 +46,10 @@ def check_request(asked: EngineRequest, config: SchedulerConfig) -> int:
 
 
 class Admission:
-    """``requests`` are all requests of the scheduler by id; ``preempt`` takes one off its slot."""
+    """``requests`` are all requests of the scheduler by id; ``preempt`` takes one off its slot.
+
+    ``num_admissions`` counts slots given, ``num_waves`` the steps in which any was.
+    """
 
     def __init__(
         self,
@@ -58,6 +61,8 @@ class Admission:
         preempt: Callable[[Request, float], None],
     ) -> None:
         self.is_held = False
+        self.num_admissions = 0
+        self.num_waves = 0
         self._config = config
         self._shares = shares
         self._waiting = waiting
@@ -82,9 +87,11 @@ class Admission:
     def admit(self, now_s: float) -> None:
         """Give slots to the waiting, and note what the head of the queue waits for."""
         self._residency.forget_promises()
+        num_before = self.num_admissions
         while (reason := self._admit_next(now_s)) is None:
             pass
         self._waiting.clock.set_reason(reason, now_s)
+        self.num_waves += self.num_admissions > num_before
 
     def _admit_next(self, now_s: float) -> WaitReason | None:
         """Admit or park one request; None if that was done, else what stands in the way."""
@@ -128,6 +135,7 @@ class Admission:
         self._waiting.leave(request, now_s)
         self._shares.selected(request.user)
         self._residency.enter(request, fitting)
+        self.num_admissions += 1
         request.wait.start(WaitReason.PREFILL_TURN, self._waiting.clock, now_s)
         if request.admitted_s is None:
             request.admitted_s = now_s

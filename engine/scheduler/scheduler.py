@@ -212,6 +212,8 @@ class Scheduler:
             prefill_tokens_per_s=prefill_tokens_per_s(self._config, self._cost),
             usual_answer_s=usual_answer_s(self._residency, self._cost, self._counters),
             waiting_on=self._waiting.count_by_reason(),
+            num_admissions=self._admission.num_admissions,
+            num_admission_waves=self._admission.num_waves,
             **self._counters.as_stats(),
         )
 

@@ -18,6 +18,8 @@ from serve_app.protocol import Deltas, GenerateCall, Usage
 from serve_app.replica.fold import CallFolder
 from serve_app.replica.prompts import PreparedCall, echo_texts, prepare_call, require_room_in_queue
 from serve_app.replica.stream import batches
+from serve_app.telemetry.record import ReplicaName
+from serve_app.telemetry.recorder import OpenCall, Recorder
 
 # Tokenizing a long prompt takes tens of milliseconds: off the event loop, and no more at once than leaves it a core.
 NUM_TEXT_THREADS = 2
@@ -27,8 +29,16 @@ class CallRunner:
     """Everything that a replica does for calls. Belongs to the engine's event loop."""
 
     def __init__(
-        self, engine: AsyncEngine, tokenizer: Tokenizer, *, flush_interval_s: float, max_waiting_requests: int
+        self,
+        engine: AsyncEngine,
+        tokenizer: Tokenizer,
+        *,
+        flush_interval_s: float,
+        max_waiting_requests: int,
+        recorder: Recorder | None = None,
     ) -> None:
+        self._recorder = recorder or Recorder(ReplicaName(), engine.holds)
+        engine.on_account = self._recorder.account
         self._engine = engine
         self._tokenizer = tokenizer
         self._flush_interval_s = flush_interval_s
@@ -43,29 +53,40 @@ class CallRunner:
         within a step.
         """
         self.num_open += 1
+        opened = self._recorder.open(call)
+        error: BaseException | None = None
         try:
             if call.count_only:
-                yield Deltas((), Usage(sum(len(r.prompt_token_ids) for r in (await self._prepare(call)).requests)))
+                prepared = await self._prepare(opened)
+                yield Deltas((), Usage(sum(len(r.prompt_token_ids) for r in prepared.requests)))
                 return
-            folder, streams = await self._open(call)
+            folder, streams = await self._open(opened)
             async with aclosing(batches(streams, self._flush_interval_s)) as arriving:
                 async for arrived in arriving:
+                    opened.note(arrived)
                     yield folder.fold(arrived)
+        except BaseException as reason:
+            error = reason
+            raise
         finally:
             self.num_open -= 1
+            opened.close(error)
 
     def close(self) -> None:
         """Let go of the threads."""
         self._text_threads.shutdown(wait=False)
 
-    async def _open(self, call: GenerateCall) -> tuple[CallFolder, list[AsyncGenerator[GenerationDelta, None]]]:
+    async def _open(self, opened: OpenCall) -> tuple[CallFolder, list[AsyncGenerator[GenerationDelta, None]]]:
+        call = opened.call
         status = self._engine.status()
         require_room_in_queue(call, status.scheduler.slots + self._max_waiting_requests)
-        prepared = await self._prepare(call)
+        prepared = await self._prepare(opened)
+        opened.prepared([request.request_id for request in prepared.requests])
         echo = echo_texts(call, self._tokenizer) if call.echo else ()
         folder = CallFolder(self._tokenizer, call.num_prompts, call.n, echo, prepared.reading)
         return folder, [self._engine.generate(request) for request in prepared.requests]
 
-    async def _prepare(self, call: GenerateCall) -> PreparedCall:
-        prepare = partial(prepare_call, call, self._tokenizer, self._engine.status().model.max_model_len)
+    async def _prepare(self, opened: OpenCall) -> PreparedCall:
+        max_model_len = self._engine.status().model.max_model_len
+        prepare = partial(prepare_call, opened.call, self._tokenizer, max_model_len, opened.received_s)
         return await asyncio.get_running_loop().run_in_executor(self._text_threads, prepare)

@@ -30,6 +30,10 @@ from serve_app.replica.reporter import Reporter
 from serve_app.replica.startup_board import BoardWriter
 from serve_app.replica.stats import autoscaling_stats
 from serve_app.routing.report import Figure, to_stats
+from serve_app.telemetry.logs import LogConfig, configure_logs
+from serve_app.telemetry.observer import ReplicaFamilies, ReplicaObserver, ReplicaView
+from serve_app.telemetry.record import ReplicaName
+from serve_app.telemetry.tracing import tracing_from_environment
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +42,15 @@ class MetalReplica:
     """Answers calls with one engine. Built when its constructor returns: Serve sends nothing before that."""
 
     # Serve awaits it: an engine belongs to the event loop that it is made on.
-    async def __init__(self, model: ModelConfig, config: ReplicaConfig) -> None:  # type: ignore[misc]
+    async def __init__(  # type: ignore[misc]
+        self, model: ModelConfig, config: ReplicaConfig, logs: LogConfig | None = None
+    ) -> None:
+        logs = logs or LogConfig()
+        name = ReplicaName(
+            serve.get_replica_context().replica_tag, ray.get_runtime_context().get_node_id(), platform.node()
+        )
+        configure_logs(logs, f"{model.deployment_name}-{name.node_id[:8]}")
+        self._name = name
         self._model = model
         self._in_thread = config.engine_runs == "thread"
         self._reporter = Reporter(block_size=model.engine.block_size, prefix_cache=model.engine.prefix_cache)
@@ -48,11 +60,14 @@ class MetalReplica:
         except EngineError as error:
             board.failed(error if isinstance(error, StartupError) else StartupError(error.message))
             raise
+        tracing = tracing_from_environment(service__instance__id=name.replica_id, host__name=name.host)
+        self._observer = ReplicaObserver(name, logs, self._engine.facts.max_model_len, tracing)
         self._calls = CallRunner(
             self._engine,
             tokenizer,
             flush_interval_s=config.flush_interval_ms / 1000,
             max_waiting_requests=model.engine.max_waiting_requests,
+            recorder=self._observer.recorder(self._engine.holds),
         )
 
     async def generate(self, call: GenerateCall) -> AsyncGenerator[Deltas, None]:
@@ -66,15 +81,23 @@ class MetalReplica:
     async def status(self) -> ReplicaStatus:
         """What this replica says of itself; never waits for the engine."""
         return ReplicaStatus(
-            replica_id=serve.get_replica_context().replica_tag,
-            node_id=ray.get_runtime_context().get_node_id(),
-            host=platform.node(),
+            replica_id=self._name.replica_id,
+            node_id=self._name.node_id,
+            host=self._name.host,
             model=self._model.name,
             ready=self._engine.ready,
             num_open_calls=self._calls.num_open,
             draining=self._reporter.draining,
             engine=self._engine_status(),
         )
+
+    async def view(self) -> ReplicaView:
+        """What this replica shows of itself to people; never waits for the engine."""
+        return self._observer.view(await self.status())
+
+    async def metrics(self) -> ReplicaFamilies:
+        """What it shows to Prometheus; never waits for the engine."""
+        return self._observer.families(await self.status())
 
     async def stop(self, grace_s: float) -> None:
         """End the engine: running answers get ``grace_s``, the rest an error. Nothing is answered afterwards."""
@@ -112,6 +135,9 @@ class MetalReplica:
         engine: AsyncEngine | None = getattr(self, "_engine", None)
         if engine is not None:
             await engine.close()
+        observer: ReplicaObserver | None = getattr(self, "_observer", None)
+        if observer is not None:
+            await asyncio.to_thread(observer.close)
 
     async def load(self, board: BoardWriter) -> tuple[Tokenizer, AsyncEngine]:
         """Return the tokenizer and the started engine, reporting progress. Tests put another engine in its place."""

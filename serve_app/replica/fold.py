@@ -103,6 +103,9 @@ class CallFolder:
                 waited_s[str(reason)] = waited_s.get(str(reason), 0.0) + seconds
         return Timings(
             queued_s=_since_received(first, first.admitted_s),
+            prefill_started_s=_since_received(
+                first, min((t.prefill_started_s for t in timelines if t.prefill_started_s), default=None)
+            ),
             first_token_s=_since_received(
                 first, min((t.first_token_s for t in timelines if t.first_token_s), default=None)
             ),

@@ -27,12 +27,14 @@ class PreparedCall:
     reading: Reading
 
 
-def prepare_call(call: GenerateCall, tokenizer: Tokenizer, max_model_len: int) -> PreparedCall:
-    """Return one engine request for each prompt of ``call``.
+def prepare_call(
+    call: GenerateCall, tokenizer: Tokenizer, max_model_len: int, received_s: float | None = None
+) -> PreparedCall:
+    """Return one engine request for each prompt of ``call``, received now or at ``received_s``.
 
     Raises as ``plan_chat`` does, InvalidParameterError for an empty prompt, ContextLengthError with both lengths.
     """
-    received_s = time.monotonic()
+    received_s = time.monotonic() if received_s is None else received_s
     prompts: Sequence[Sequence[int]]
     if call.messages:
         plan = plan_chat(call, tokenizer)

@@ -13,14 +13,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from serve_app.protocol import GenerateCall
+from serve_app.protocol import GenerateCall, Route
 from serve_app.routing import journal
 from serve_app.routing.cost import SILENT_AFTER_S
+from serve_app.routing.decision import Decision
 from serve_app.routing.keys import place_of, salt_of
 from serve_app.routing.policy import RoutingPolicy, RoutingRequest
 from serve_app.routing.report import from_stats
@@ -96,6 +97,8 @@ class MetalRouter(RequestRouter):
         if decision is None:
             return [candidate_replicas]
         journal.JOURNAL.note(decision)
+        # The replica's account of the call tells why it came there.
+        pending_request.args = [replace(call, route=_route_of(decision)), *pending_request.args[1:]]
         logger.debug("%s", decision.sentence)
         by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         return [[by_name[name]] for name in decision.order if name in by_name]
@@ -175,3 +178,15 @@ class MetalRouter(RequestRouter):
         for sent in calls:
             journal.JOURNAL.note_lost(sent.request_id)
             sent.result.cancel()
+
+
+def _route_of(decision: Decision) -> Route:
+    chosen = decision.chosen
+    return Route(
+        replica=chosen.replica,
+        reason=str(decision.reason),
+        total_s=chosen.total_s,
+        num_cached_tokens=chosen.num_cached_tokens,
+        num_usable=decision.num_usable,
+        decided_unix_s=time.time(),
+    )

@@ -1,0 +1,1 @@
+"""What becomes visible of the fleet's work: one record per finished call, and traces, metrics and logs made from it."""
