@@ -47,12 +47,38 @@ class BatchRow:
 
 
 @dataclass(frozen=True, slots=True)
+class StateLoad:
+    """Before the step runs, the recurrent state of ``slot`` becomes what was saved in ``entry``."""
+
+    entry: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class StateSave:
+    """Save the recurrent state of ``slot`` in ``entry`` as it is after ``num_tokens`` of its sequence.
+
+    The slot's row in this step computes that many: ``start < num_tokens <= start + row.num_tokens``.
+    """
+
+    slot: int
+    entry: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepBatch:
-    """Rows of one forward pass: decode rows (one token each) first, then prefill chunks."""
+    """Rows of one forward pass: decode rows (one token each) first, then prefill chunks.
+
+    State is loaded and saved for models with recurrent layers only. Entries count from the number of slots up: the
+    first ones are the slots' own.
+    """
 
     step_index: int
     rows: tuple[BatchRow, ...]
     block_copies: tuple[BlockCopy, ...] = ()
+    state_loads: tuple[StateLoad, ...] = ()
+    state_saves: tuple[StateSave, ...] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -18,7 +18,7 @@ from engine.core.memory_readers import read_machine, system_reader
 from engine.core.messages import OnProgress, Progress
 from engine.core.model_files import expect_model
 from engine.core.process_main import run_engine_process
-from engine.errors import StartupError
+from engine.errors import StartupError, UnsupportedModelError
 from engine.interfaces import ModelRunner
 from engine.memory.guard import GuardConfig, GuardEvent, MemoryGuard
 from engine.memory.guard_driver import GuardDriver, GuardHooks
@@ -31,6 +31,7 @@ from engine.mlx_backend.loader import load_model
 from engine.mlx_backend.memory import DeviceMemory, measure_model_bytes, with_device_limits
 from engine.mlx_backend.model_runner import resolve_kv_dtype
 from engine.mlx_backend.runners import make_runner
+from engine.mlx_backend.step_model import StepForm
 from engine.model_source import ModelSource, resolve_model
 from engine.scheduler.scheduler import Scheduler, SchedulerConfig
 from engine.text.structured import GrammarCompiler
@@ -49,6 +50,7 @@ def build_core(config: EngineConfig, on_progress: OnProgress) -> EngineCore:
     on_progress(Progress("loading weights"))
     loaded = load_model(source, backend=config.backend, max_model_len=config.max_model_len, parity=config.parity)
     loaded = _with_grammars(loaded, source)
+    config = _for_form(config, loaded)
     on_progress(Progress("measuring memory"))
     inputs = _plan_inputs(config, loaded)
     plan = plan_memory(inputs)
@@ -60,6 +62,17 @@ def build_core(config: EngineConfig, on_progress: OnProgress) -> EngineCore:
         logger.warning("%s", warning)
     on_progress(Progress("making the KV pool"))
     return _join(config, source, _disclosing(loaded, plan.warnings), inputs, plan)
+
+
+def _for_form(config: EngineConfig, loaded: LoadedModel) -> EngineConfig:
+    """One slot for a model that is served one sequence at a time. Raises UnsupportedModelError when more are asked."""
+    if loaded.form is not StepForm.SINGLE:
+        return config
+    if config.slots not in ("auto", 1):
+        raise UnsupportedModelError(
+            f"This model can be served to one person at a time only. {loaded.form_reason}", "write `slots: 1`"
+        )
+    return config.model_copy(update={"slots": 1, "prefix_cache": "off"})
 
 
 def _with_grammars(loaded: LoadedModel, source: ModelSource) -> LoadedModel:
@@ -97,6 +110,7 @@ def _join(
         slots=plan.slots,
         max_chunk_tokens=config.prefill.max_chunk_tokens,
         kv_dtype=config.kv_dtype,
+        num_state_snapshots=plan.num_state_snapshots,
     )
     scheduler = Scheduler(_scheduler_config(config, source, runner, plan))
     guard = MemoryGuard(GuardConfig.of(inputs))
@@ -129,7 +143,13 @@ def _scheduler_config(
         prefix_cache=config.prefix_cache,
         revision=source.revision,
         max_steps_in_flight=runner.max_steps_in_flight,
+        num_state_snapshots=plan.num_state_snapshots if _keeps_state(runner) else None,
     )
+
+
+def _keeps_state(runner: ModelRunner) -> bool:
+    """Whether blocks alone do not hold a sequence's past."""
+    return runner.facts.state_bytes_per_slot > 0 or runner.facts.is_alone
 
 
 def _pool_use(plan: MemoryPlan, scheduler: Scheduler) -> dict[str, int]:

@@ -18,8 +18,10 @@ class ModelFacts:
     """What the rest of the engine needs to know of a loaded model.
 
     ``kv_bytes_per_token`` counts K and V of all layers. ``weights_bytes`` is measured after loading.
-    ``disclosures`` are sentences that stay in the status (kernel off, parity unchecked, slow BLAS). ``guides``: whether
-    answers can be held to a grammar or a budget of thinking.
+    ``state_bytes_per_slot``: recurrent state of one sequence; such a model shares a prefix only where a state was
+    saved. ``is_alone``: it is served one sequence at a time, and shares no prefix at all. ``disclosures`` are sentences
+    that stay in the status (kernel off, parity unchecked, slow BLAS). ``guides``: whether answers can be held to a
+    grammar or a budget of thinking.
     """
 
     name: str
@@ -35,6 +37,8 @@ class ModelFacts:
     compute_dtype: str
     disclosures: tuple[str, ...] = ()
     guides: bool = False
+    state_bytes_per_slot: int = 0
+    is_alone: bool = False
 
 
 class PendingStep(Protocol):

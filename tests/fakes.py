@@ -2,7 +2,8 @@
 
 ``FakeRunner`` keeps a KV pool of its own and answers from what it *reads there through the block table*, so a block
 that is shared wrongly, reused too early or not copied changes the answer, as it would on a device. ``expected_answer``
-is what a request must get whatever happens around it.
+is what a request must get whatever happens around it. With ``num_state_entries`` it also keeps a recurrent state for
+each slot, which must be that of the row's own tokens, and saves and loads it as told.
 """
 
 from __future__ import annotations
@@ -87,12 +88,15 @@ class FakeRunner:
     step_time: Callable[[StepBatch], float] = fixed_step_time
     faults: dict[int, Exception | dict[str, EngineError]] = field(default_factory=dict)
     checks_kv: bool = True
+    num_state_entries: int = 0
     batches: list[StepBatch] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
     closed: bool = False
 
     def __post_init__(self) -> None:
         self._pool: list[list[int | None]] = [[None] * self.block_size for _ in range(self.num_blocks)]
+        # A state is the tokens that went into it.
+        self._states: list[list[int]] = [[] for _ in range(self.num_state_entries)]
         self._last_token: dict[str, int] = {}
         self._queue: list[FakePendingStep] = []
         self._broken: set[str] = set()
@@ -161,6 +165,8 @@ class FakeRunner:
     def _run(self, step: FakePendingStep, failures: dict[str, EngineError]) -> StepOutput:
         for copy in step.batch.block_copies:
             self._pool[copy.target] = list(self._pool[copy.source])
+        for load in step.batch.state_loads:
+            self._states[load.slot] = list(self._states[load.entry])
         tokens = {}
         for row, token_ids, block_ids in zip(step.batch.rows, step.token_ids, step.block_ids, strict=True):
             end = row.start + row.num_tokens
@@ -171,6 +177,8 @@ class FakeRunner:
                 )
             if self.checks_kv and not is_broken:
                 self._write_and_check(row, token_ids, block_ids)
+            if self._states:
+                self._advance_state(step.batch, row, token_ids, is_broken)
             if row.samples and row.request_id not in failures:
                 token = next_token(token_ids[:end], row.seed, row.output_index, row.sampling.greedy)
                 self._last_token[row.request_id] = token
@@ -179,6 +187,18 @@ class FakeRunner:
         elapsed_s = self.step_time(step.batch)
         self.clock.advance(elapsed_s)
         return StepOutput(step.batch.step_index, tokens, elapsed_s, failures)
+
+    def _advance_state(self, batch: StepBatch, row: BatchRow, token_ids: list[int], is_broken: bool) -> None:
+        if row.start == 0:
+            self._states[row.slot] = []
+        end = row.start + row.num_tokens
+        before = self._states[row.slot]
+        assert is_broken or before == token_ids[: row.start], f"{row.request_id} goes on from another's state"
+        self._states[row.slot] = [*before, *token_ids[row.start : end]]
+        for save in batch.state_saves:
+            if save.slot == row.slot:
+                assert row.start < save.num_tokens <= end, "a state is saved outside its row"
+                self._states[save.entry] = token_ids[: save.num_tokens]
 
     def _write_and_check(self, row: BatchRow, token_ids: list[int], block_ids: list[int]) -> None:
         end = row.start + row.num_tokens
@@ -287,4 +307,6 @@ def make_harness(config: object = None, *, checks: bool = True, **runner: object
         "block_size": config.block_size,  # type: ignore[attr-defined]
         "max_steps_in_flight": config.max_steps_in_flight,  # type: ignore[attr-defined]
     }
+    if config.num_state_snapshots is not None:  # type: ignore[attr-defined]
+        values["num_state_entries"] = config.slots + config.num_state_snapshots  # type: ignore[attr-defined]
     return Harness(Scheduler(config), FakeRunner(clock, **(values | runner)), clock, checks)  # type: ignore[arg-type]

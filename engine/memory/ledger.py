@@ -65,7 +65,8 @@ class MemoryPlan:
     """What the engine is built with. ``slots_asked``: "auto:6" or "4". ``warnings`` are sentences for a person.
 
     ``full_length_sequences``: how many of them the pool holds at once; fewer than ``slots`` means overcommitted.
-    ``wired_limit_bytes``: GPU memory to keep resident, None where there is no such limit.
+    ``num_state_snapshots``: saved recurrent states. ``wired_limit_bytes``: GPU memory to keep resident, None where
+    there is no such limit.
     """
 
     slots: int
@@ -76,6 +77,7 @@ class MemoryPlan:
     full_length_sequences: int
     block_bytes: int
     cache_limit_bytes: int
+    num_state_snapshots: int = 0
     wired_limit_bytes: int | None = None
     warnings: tuple[str, ...] = ()
 
@@ -167,6 +169,7 @@ def _plan(inputs: PlanInputs) -> MemoryPlan:
         full_length_sequences=full_length,
         block_bytes=inputs.block_bytes,
         cache_limit_bytes=inputs.model.cache_limit_bytes,
+        num_state_snapshots=inputs.num_state_snapshots(slots),
         wired_limit_bytes=None if machine.working_set_bytes is None else min(gpu_bytes, machine.working_set_bytes),
         warnings=tuple(warnings),
     )

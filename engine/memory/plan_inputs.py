@@ -25,6 +25,9 @@ UNKNOWN_FOREIGN_BYTES = 4 * GIB
 # indices, probabilities, their running sum, noise.
 SAMPLER_ROWS = 8
 _FLOAT32_BYTES = 4
+# Saved recurrent states beside each slot's own: one that the prompt's next reader starts from, one that follows the
+# answer, one on its way; what running requests do not use keeps finished conversations.
+STATE_SNAPSHOTS_PER_SLOT = 3
 # Every layer's arrays have one block more than the scheduler knows: it pads block tables and stays zero.
 NULL_BLOCKS = 1
 
@@ -141,8 +144,12 @@ class PlanInputs:
         return self.model.activation_bytes + self.model.activation_bytes_per_slot * slots
 
     def state_bytes(self, slots: int) -> int:
-        """Recurrent state of ``slots`` slots and of a spare one that padded rows write to."""
-        return self.model.state_bytes_per_slot * (slots + 1)
+        """Recurrent state of ``slots`` slots and the saved states beside them."""
+        return self.model.state_bytes_per_slot * (slots + self.num_state_snapshots(slots))
+
+    def num_state_snapshots(self, slots: int) -> int:
+        """Saved states: none without a prefix cache, or without recurrent layers."""
+        return STATE_SNAPSHOTS_PER_SLOT * slots if self.prefix_cache and self.model.state_bytes_per_slot else 0
 
     def sampler_bytes(self, slots: int) -> int:
         """Scratch of ``slots`` sampled rows."""

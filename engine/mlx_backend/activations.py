@@ -10,7 +10,9 @@ import mlx.core as mx
 from engine.batch import BatchRow, StepBatch
 from engine.mlx_backend.loaded_model import LoadedModel
 from engine.mlx_backend.packed_model import PackedModel
+from engine.mlx_backend.row_model import RowModel
 from engine.mlx_backend.sampler import Sampler
+from engine.mlx_backend.step_model import StepForm
 from engine.request import SamplingParams
 
 _BLOCK_SIZE_TOKENS = 16
@@ -22,28 +24,27 @@ _NUM_CPU_LAYERS = 2
 def measure_activation_bytes(loaded: LoadedModel, num_tokens: int, slots: int = 1) -> int:
     """Peak bytes of a step beyond weights and pool: a chunk of ``num_tokens`` that ends at the longest context and
     ``slots`` decode rows at the longest context, all sampled with top_p."""
-    packed = PackedModel(
-        loaded.model,
-        loaded.layers,
-        num_blocks=1,
-        block_size=_BLOCK_SIZE_TOKENS,
-        dtype=loaded.compute_dtype,
-        max_model_len=loaded.facts.max_model_len,
+    model = loaded.step_model(
+        num_blocks=1, block_size=_BLOCK_SIZE_TOKENS, dtype=loaded.compute_dtype, num_state_entries=slots + 1
     )
-    num_layers = _NUM_CPU_LAYERS if loaded.backend == "cpu" else len(packed.pools)
-    step = packed.inputs.build(_worst_step(loaded.facts.max_model_len, num_tokens, slots))
+    if isinstance(model, RowModel):
+        model.settles = False
+    batch = _worst_step(loaded.facts.max_model_len, num_tokens, slots, alone=loaded.form is StepForm.SINGLE)
+    step = model.build(batch)
     before_bytes = _start_measuring()
-    logits = packed.forward(step)
-    mx.eval([array for pool in packed.pools[: num_layers + 1] for array in (pool.keys, pool.values)])
-    if loaded.backend != "cpu":
-        mx.eval(logits)
+    logits = model.forward(step)
+    if loaded.backend == "cpu" and isinstance(model, PackedModel | RowModel):
+        mx.eval([array for pool in model.pools[: _NUM_CPU_LAYERS + 1] for array in (pool.keys, pool.values)])
+    else:
+        mx.eval(model.state(), logits)
     forward_bytes = mx.get_peak_memory() - before_bytes
     del logits
-    packed.close()
-    return max(forward_bytes, _measure_sampling_bytes(loaded, step.sampling_rows))
+    model.close()
+    return max(forward_bytes, _measure_sampling_bytes(loaded, batch.rows))
 
 
-def _worst_step(max_model_len: int, num_tokens: int, slots: int) -> StepBatch:
+def _worst_step(max_model_len: int, num_tokens: int, slots: int, *, alone: bool) -> StepBatch:
+    """``alone``: the chunk only, and that at the beginning."""
     num_tokens = min(num_tokens, max_model_len)
     # Every entry of the block table is the same block: contents do not matter here, and the pool stays tiny.
     table = [0] * (-(-max_model_len // _BLOCK_SIZE_TOKENS))
@@ -53,7 +54,7 @@ def _worst_step(max_model_len: int, num_tokens: int, slots: int) -> StepBatch:
         BatchRow(
             request_id=str(slot),
             slot=slot,
-            start=max_model_len - count,
+            start=0 if alone else max_model_len - count,
             num_tokens=count,
             token_ids=token_ids,
             block_ids=table,
@@ -63,7 +64,7 @@ def _worst_step(max_model_len: int, num_tokens: int, slots: int) -> StepBatch:
             samples=True,
             output_index=0,
         )
-        for slot, count in enumerate([*[1] * slots, num_tokens])
+        for slot, count in enumerate([num_tokens] if alone else [*[1] * slots, num_tokens])
     )
     return StepBatch(0, rows)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from itertools import groupby
 
 import mlx.core as mx
@@ -26,6 +27,18 @@ _SMALLEST_RUNG = 64
 _LONGEST_SHARED = 128
 # Stands for a token that is still being computed.
 _IN_FLIGHT = -1
+
+
+class Grouping(Enum):
+    """How the rows of a forward pass are read.
+
+    ``PACKED``: each as it costs least. ``TOGETHER``: decode rows all in one part, so that their keys are one array.
+    ``SEQUENCE``: the one row as consecutive positions, even where it is a single token.
+    """
+
+    PACKED = "packed"
+    TOGETHER = "together"
+    SEQUENCE = "sequence"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +99,14 @@ class AttentionPlan:
 class StepInputs:
     """One forward pass: ``tokens`` int32 ``[T, 1]``, ``positions`` int32 ``[T]``.
 
-    ``sampling_rows`` are the rows whose logits are wanted; ``head_rows`` int32 ``[R]`` is where their last tokens
-    stand among the T.
+    ``rows`` in packed order; ``sampling_rows`` are those whose logits are wanted; ``head_rows`` int32 ``[R]`` is where
+    their last tokens stand among the T.
     """
 
     tokens: mx.array
     positions: mx.array
     plans: dict[LayerKind, AttentionPlan]
+    rows: tuple[BatchRow, ...]
     sampling_rows: tuple[BatchRow, ...]
     head_rows: mx.array
 
@@ -121,16 +135,19 @@ class InputBuilder:
         self._null_block = num_blocks
         self._block_size = block_size
 
-    def build(self, batch: StepBatch, last_tokens: mx.array | None = None) -> StepInputs:
+    def build(
+        self, batch: StepBatch, last_tokens: mx.array | None = None, grouping: Grouping = Grouping.PACKED
+    ) -> StepInputs:
         """Index arrays for ``batch``; its rows may come in any order.
 
         ``last_tokens`` int32 ``[slots]``: the token sampled last in each slot, for rows whose token is in flight.
         """
         tables = [self._table(row) for row in batch.rows]
-        decodes = [table for table in tables if table.row.num_tokens == 1]
-        runs, shared = _split(decodes, lambda table: table.end > _LONGEST_SHARED and table.side_by_side)
-        shared.sort(key=lambda table: rung(table.end))
-        chunks = [table for table in tables if table.row.num_tokens > 1]
+        chunks, shared = _split(tables, lambda table: table.row.num_tokens > 1 or grouping is Grouping.SEQUENCE)
+        runs: list[_Table] = []
+        if grouping is Grouping.PACKED:
+            runs, shared = _split(shared, lambda table: table.end > _LONGEST_SHARED and table.side_by_side)
+            shared.sort(key=lambda table: rung(table.end))
         ordered = runs + shared + chunks
         rows = [table.row for table in ordered]
         ends = np.cumsum([row.num_tokens for row in rows])
@@ -138,9 +155,13 @@ class InputBuilder:
         pool_rows = np.concatenate([self._pool_rows(table, at) for table, at in zip(ordered, positions, strict=True)])
         head_rows = [end - 1 for row, end in zip(rows, ends, strict=True) if row.samples]
         return StepInputs(
-            tokens=_tokens(rows, last_tokens)[:, None],
+            tokens=tokens_of_rows(rows, last_tokens)[:, None],
             positions=mx.array(np.concatenate(positions).astype(np.int32)),
-            plans={kind: self._plan(kind, runs, shared, chunks, pool_rows) for kind in self._kinds},
+            plans={
+                kind: self._plan(kind, runs, self._groups(kind, shared, grouping), chunks, pool_rows)
+                for kind in self._kinds
+            },
+            rows=tuple(rows),
             sampling_rows=tuple(row for row in rows if row.samples),
             head_rows=mx.array(np.array(head_rows, dtype=np.int32)),
         )
@@ -162,15 +183,14 @@ class InputBuilder:
         self,
         kind: LayerKind,
         runs: Sequence[_Table],
-        shared: Sequence[_Table],
+        groups: Iterable[tuple[int, list[_Table]]],
         chunks: Sequence[_Table],
         pool_rows: npt.NDArray[np.int64],
     ) -> AttentionPlan:
         heads = np.arange(kind.num_kv_heads) * (self._null_block + 1) * self._block_size
         decodes = [DecodePart(i, 1, self._run(table, _first_seen(table, kind))) for i, table in enumerate(runs)]
         first = len(decodes)
-        for num_blocks, group in groupby(shared, key=lambda table: self._num_blocks_read(table, kind)):
-            members = list(group)
+        for num_blocks, members in groups:
             decodes.append(self._shared_part(kind, members, num_blocks, first))
             first += len(members)
         parts = []
@@ -179,6 +199,15 @@ class InputBuilder:
             first += table.row.num_tokens
         write_index = mx.array((pool_rows[:, None] + heads).astype(np.int32))
         return AttentionPlan(write_index, tuple(decodes), tuple(parts))
+
+    def _groups(
+        self, kind: LayerKind, tables: Sequence[_Table], grouping: Grouping
+    ) -> Iterable[tuple[int, list[_Table]]]:
+        """Rows that share a call, with the number of blocks that are read for each of them."""
+        if grouping is Grouping.PACKED:
+            parts = groupby(tables, key=lambda table: self._num_blocks_read(table, kind))
+            return [(num_blocks, list(group)) for num_blocks, group in parts]
+        return [(max(self._num_blocks_read(table, kind) for table in tables), list(tables))] if tables else []
 
     def _run(self, table: _Table, first_position: int) -> Run:
         return Run(int(table.blocks[0]) * self._block_size + first_position, table.end - first_position)
@@ -243,7 +272,8 @@ def _first_seen(table: _Table, kind: LayerKind) -> int:
     return max(0, table.end - kind.window) if kind.window else 0
 
 
-def _tokens(rows: Sequence[BatchRow], last_tokens: mx.array | None) -> mx.array:
+def tokens_of_rows(rows: Sequence[BatchRow], last_tokens: mx.array | None) -> mx.array:
+    """Tokens int32 ``[T]`` of the rows one after another, those in flight from ``last_tokens`` ``[slots]``."""
     known = mx.array(np.concatenate([_tokens_of(row) for row in rows]))
     waiting = [row.slot for row in rows if len(row.token_ids) == row.start]
     if not waiting:

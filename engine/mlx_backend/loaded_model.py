@@ -12,17 +12,21 @@ from typing import Any
 import mlx.core as mx
 
 from engine.interfaces import ModelFacts
+from engine.mlx_backend.cache_layout import CacheLayout
 from engine.mlx_backend.device import Backend, DeviceFacts
 from engine.mlx_backend.mlx_lm_parts import Model
 from engine.mlx_backend.paged_cache import LayerShape
+from engine.mlx_backend.step_model import StepForm, StepModel, make_step_model
 from engine.text.structured import GrammarCompiler
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """``layers``: what each cached layer keeps per token. ``facts`` assume the KV pool in ``compute_dtype``.
+    """``layers``: what each attention layer keeps per token. ``facts`` assume the KV pool in ``compute_dtype``.
 
-    ``grammars`` compiles grammars for its tokens; None where no answer will be held to one.
+    ``layout``: what all layers keep, in the model's structure; None where it cannot be pooled. ``form``: how its steps
+    are computed, and ``form_reason`` why not in a faster form. ``grammars`` compiles grammars for its tokens; None
+    where no answer will be held to one.
     """
 
     model: Model
@@ -32,6 +36,9 @@ class LoadedModel:
     layers: tuple[LayerShape, ...]
     compute_dtype: mx.Dtype
     grammars: GrammarCompiler | None = None
+    layout: CacheLayout | None = None
+    form: StepForm = StepForm.PACKED
+    form_reason: str = ""
 
     @property
     def backend(self) -> Backend:
@@ -41,3 +48,21 @@ class LoadedModel:
     def kv_bytes_per_token(self, dtype: mx.Dtype) -> int:
         """Pool bytes per token with K and V of all layers in ``dtype``."""
         return sum(layer.values_per_token for layer in self.layers) * dtype.size
+
+    @property
+    def state_bytes_per_slot(self) -> int:
+        """Recurrent state of one sequence."""
+        return self.layout.state_bytes if self.layout is not None else 0
+
+    def step_model(self, *, num_blocks: int, block_size: int, dtype: mx.Dtype, num_state_entries: int = 0) -> StepModel:
+        """The model with new pools, in its form."""
+        return make_step_model(
+            self.model,
+            self.layout or CacheLayout(self.layers),
+            self.form,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            dtype=dtype,
+            max_model_len=self.facts.max_model_len,
+            num_state_entries=num_state_entries,
+        )

@@ -19,14 +19,15 @@ from engine.config import require_context
 from engine.errors import UnsupportedModelError
 from engine.interfaces import ModelFacts
 from engine.mlx_backend.adapters import apply_adapter
+from engine.mlx_backend.cache_layout import inspect_caches
 from engine.mlx_backend.dense import make_dense
 from engine.mlx_backend.device import Backend, choose_backend, device_facts, shortcomings, use_backend
 from engine.mlx_backend.gguf import read_gguf
 from engine.mlx_backend.loaded_model import LoadedModel
-from engine.mlx_backend.mlx_lm_parts import KVCache, Model, RotatingKVCache, make_prompt_cache
+from engine.mlx_backend.mlx_lm_parts import Model
 from engine.mlx_backend.mlx_lm_parts import load_model as load_folder
-from engine.mlx_backend.paged_cache import LayerShape
-from engine.mlx_backend.probe import check_parity
+from engine.mlx_backend.probe import guess_form, prove_form
+from engine.mlx_backend.step_model import forms_for
 from engine.model_source import ModelSource
 
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "seq_length", "max_seq_len")
@@ -54,9 +55,7 @@ def load_model(
     if parity == "off":
         notes += ("Whether packed steps give mlx-lm's results was not checked (`parity: off`).",)
     loaded = describe_model(model, config, source, chosen, max_model_len, shortcomings(chosen) + notes)
-    if parity == "check":
-        check_parity(loaded)
-    return loaded
+    return prove_form(loaded) if parity == "check" else guess_form(loaded)
 
 
 def describe_model(
@@ -69,14 +68,16 @@ def describe_model(
 ) -> LoadedModel:
     """State the facts of a model that is in memory. Raises UnsupportedModelError, ConfigError."""
     architecture = str(config.get("model_type"))
-    layers, compute_dtype, vocab_size = _inspect(model, architecture)
+    seen = inspect_caches(model)
+    layers = seen.layout.attention if seen.layout is not None else ()
+    compute_dtype = seen.compute_dtype
     device = device_facts(backend)
     values_per_token = sum(layer.values_per_token for layer in layers)
     facts = ModelFacts(
         name=source.name,
         revision=source.revision,
         architecture=architecture,
-        vocab_size=vocab_size,
+        vocab_size=seen.vocab_size,
         max_model_len=_context_length(config, max_model_len),
         num_layers=len(layers),
         kv_bytes_per_token=values_per_token * compute_dtype.size,
@@ -85,8 +86,19 @@ def describe_model(
         device=device.description,
         compute_dtype=str(compute_dtype).removeprefix("mlx.core."),
         disclosures=notes,
+        state_bytes_per_slot=seen.layout.state_bytes if seen.layout is not None else 0,
     )
-    return LoadedModel(model, config, facts, device, layers, compute_dtype)
+    return LoadedModel(
+        model,
+        config,
+        facts,
+        device,
+        layers,
+        compute_dtype,
+        layout=seen.layout,
+        form=forms_for(seen.layout)[0],
+        form_reason=seen.reason and f"In this {architecture} model {seen.reason}.",
+    )
 
 
 def _load(source: ModelSource, backend: Backend) -> tuple[Model, dict[str, Any], tuple[str, ...]]:
@@ -127,29 +139,6 @@ def _from_gguf(path: Path, dense_dtype: mx.Dtype | None) -> tuple[Model, dict[st
     except ValueError as error:
         raise UnsupportedModelError(f"{path.name} does not fit its own description: {error}.", _FIX) from error
     return model, checkpoint.config, checkpoint.notes
-
-
-def _inspect(model: Model, architecture: str) -> tuple[tuple[LayerShape, ...], mx.Dtype, int]:
-    """What each layer's cache keeps, seen by running one token. Refuses caches that cannot be paged."""
-    caches = make_prompt_cache(model)
-    for index, cache in enumerate(caches):
-        plain = type(cache) is KVCache or (type(cache) is RotatingKVCache and cache.keep == 0)
-        if not plain:
-            raise UnsupportedModelError(
-                f"Layer {index} of this {architecture} model keeps its state in a {type(cache).__name__}, "
-                "which cannot be shared between slots.",
-                _FIX,
-            )
-    logits = model(mx.zeros((1, 1), mx.int32), cache=caches)
-    mx.eval(logits)
-    shapes = []
-    for index, cache in enumerate(caches):
-        if cache.keys is None:
-            raise UnsupportedModelError(f"Layer {index} of this {architecture} model does not use its cache.", _FIX)
-        _, num_kv_heads, _, k_head_dim = cache.keys.shape
-        window = cache.max_size if isinstance(cache, RotatingKVCache) else None
-        shapes.append(LayerShape(num_kv_heads, k_head_dim, cache.values.shape[-1], window))
-    return tuple(shapes), caches[0].keys.dtype, logits.shape[-1]
 
 
 def _arrays(model: Model) -> list[mx.array]:

@@ -36,8 +36,9 @@ def measure_model_bytes(
         weights_bytes=loaded.facts.weights_bytes,
         kv_bytes_per_token=loaded.kv_bytes_per_token(kv_dtype),
         vocab_size=loaded.facts.vocab_size,
+        state_bytes_per_slot=loaded.state_bytes_per_slot,
         buffer_bytes_per_token=kv_dtype.size
-        * max(layer.num_kv_heads * max(layer.k_head_dim, layer.v_head_dim) for layer in loaded.layers),
+        * max((layer.num_kv_heads * max(layer.k_head_dim, layer.v_head_dim) for layer in loaded.layers), default=0),
         activation_bytes=max(0, few - _FEW_ROWS * per_row_bytes),
         activation_bytes_per_slot=per_row_bytes,
         runtime_bytes=0 if footprint_bytes is None else max(0, footprint_bytes - known_bytes),

@@ -32,7 +32,15 @@ def _file_limit_kept() -> Iterator[None]:
 with _file_limit_kept():
     from mlx_lm.models.activations import swiglu
     from mlx_lm.models.base import scaled_dot_product_attention
-    from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+    from mlx_lm.models.cache import (
+        ArraysCache,
+        CacheList,
+        ChunkedKVCache,
+        ConcatenateKVCache,
+        KVCache,
+        RotatingKVCache,
+        make_prompt_cache,
+    )
     from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
     from mlx_lm.utils import load_adapters, load_model
 
@@ -40,6 +48,10 @@ Model: TypeAlias = Any
 """An ``mlx.nn.Module``, whose methods carry no types."""
 
 __all__ = [
+    "ArraysCache",
+    "CacheList",
+    "ChunkedKVCache",
+    "ConcatenateKVCache",
     "KVCache",
     "Model",
     "QuantizedSwitchLinear",

@@ -19,10 +19,10 @@ from engine.batch import BatchRow, StepBatch, StepOutput
 from engine.interfaces import ModelFacts
 from engine.mlx_backend.activations import measure_activation_bytes
 from engine.mlx_backend.loaded_model import LoadedModel
-from engine.mlx_backend.packed_model import PackedModel
 from engine.mlx_backend.row_guides import RowGuides
 from engine.mlx_backend.sampler import Sampler, Samples
 from engine.mlx_backend.step_clock import StepClock
+from engine.mlx_backend.step_model import StepForm, StepModel
 
 __all__ = ["KvDtype", "MlxModelRunner", "measure_activation_bytes", "resolve_kv_dtype"]
 
@@ -54,7 +54,10 @@ class _PendingStep:
 
 
 class MlxModelRunner:
-    """Steps of one loaded model over its own pools. Used from one thread: the one that built it."""
+    """Steps of one loaded model over its own pools. Used from one thread: the one that built it.
+
+    ``num_state_snapshots``: entries for saved recurrent state beside the slots' own.
+    """
 
     def __init__(
         self,
@@ -65,19 +68,18 @@ class MlxModelRunner:
         slots: int,
         max_chunk_tokens: int,
         kv_dtype: KvDtype = "auto",
+        num_state_snapshots: int = 0,
     ) -> None:
         dtype = resolve_kv_dtype(loaded, kv_dtype)
         self._thread_id = threading.get_ident()
         self._facts = dataclasses.replace(
-            loaded.facts, kv_bytes_per_token=loaded.kv_bytes_per_token(dtype), guides=loaded.grammars is not None
+            loaded.facts,
+            kv_bytes_per_token=loaded.kv_bytes_per_token(dtype),
+            guides=loaded.grammars is not None,
+            is_alone=loaded.form is StepForm.SINGLE,
         )
-        self._model: PackedModel | None = PackedModel(
-            loaded.model,
-            loaded.layers,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            dtype=dtype,
-            max_model_len=loaded.facts.max_model_len,
+        self._model: StepModel | None = loaded.step_model(
+            num_blocks=num_blocks, block_size=block_size, dtype=dtype, num_state_entries=slots + num_state_snapshots
         )
         self._tainted_blocks: set[int] = set()
         self._guides = RowGuides(loaded.grammars)
@@ -86,7 +88,7 @@ class MlxModelRunner:
         )
         self._last_tokens = mx.zeros((slots,), mx.int32)
         self._clock = StepClock()
-        self._overlaps = loaded.backend == "cpu"
+        self._overlaps = loaded.backend == "cpu" and loaded.form is not StepForm.SINGLE
         self._chunk_in_flight = False
 
     @property
@@ -108,7 +110,7 @@ class MlxModelRunner:
         if batch.block_copies:
             model.copy_blocks(batch.block_copies)
         self._clear_tainted_blocks(model, batch)
-        step = model.inputs.build(batch, self._last_tokens)
+        step = model.build(batch, self._last_tokens)
         logits = model.forward(step)
         samples = self._sample(logits, step.sampling_rows) if step.sampling_rows else None
         done = samples.tokens if samples is not None else model.marker()
@@ -135,17 +137,17 @@ class MlxModelRunner:
             self._model = None
             mx.clear_cache()
 
-    def _clear_tainted_blocks(self, model: PackedModel, batch: StepBatch) -> None:
+    def _clear_tainted_blocks(self, model: StepModel, batch: StepBatch) -> None:
         """Zero a block that holds NaN of a failed row before another row begins it. A row reads its last block to the
         end, unwritten positions with weight 0: any number is harmless there, but 0 * NaN is NaN."""
         if not self._tainted_blocks:
             return
-        begun = {block for row in batch.rows for block in model.inputs.blocks_begun(row)} & self._tainted_blocks
+        begun = {block for row in batch.rows for block in model.blocks_begun(row)} & self._tainted_blocks
         if begun:
             model.clear_blocks(sorted(begun))
             self._tainted_blocks -= begun
 
-    def _checked(self) -> PackedModel:
+    def _checked(self) -> StepModel:
         assert threading.get_ident() == self._thread_id, "MLX work belongs to the thread that built the runner"
         assert self._model is not None, "the runner is closed"
         return self._model

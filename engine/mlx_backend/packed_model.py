@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from engine.batch import BlockCopy
+from engine.batch import BatchRow, BlockCopy, StepBatch
 from engine.mlx_backend import attention, cpu_activations
 from engine.mlx_backend.input_batch import InputBuilder, StepInputs
 from engine.mlx_backend.mlx_lm_parts import Model
@@ -21,7 +21,7 @@ from engine.mlx_backend.paged_cache import LayerPool, LayerShape, PagedLayerCach
 _DECODER_NAMES = ("model", "transformer", "backbone")
 
 
-class _RowSelector:
+class RowSelector:
     """Says which rows of the decoder's output go on to the head; ``used`` tells that the decoder obeyed."""
 
     __slots__ = ("rows", "used")
@@ -30,6 +30,12 @@ class _RowSelector:
         self.rows: mx.array | None = None
         self.used = False
 
+    def chosen(self, logits: mx.array, rows: mx.array) -> mx.array:
+        """Logits ``[R, vocab]`` of ``rows`` from what the model returned."""
+        by_row = logits.reshape(-1, logits.shape[-1])
+        # A decoder that was not found, or returns something else than hidden states: the head has run on all rows.
+        return by_row if self.used else by_row[rows]
+
 
 class _SelectsRows:
     """Mixed in front of a decoder's class: drops the rows that do not sample, so that the model's own head (tied,
@@ -37,11 +43,11 @@ class _SelectsRows:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         hidden = super().__call__(*args, **kwargs)  # type: ignore[misc]
-        selector: _RowSelector = self.row_selector  # type: ignore[attr-defined]
+        selector: RowSelector = self.row_selector  # type: ignore[attr-defined]
         if selector.rows is None or not isinstance(hidden, mx.array):
             return hidden
         selector.used = True
-        return hidden[selector.rows]
+        return hidden.reshape(-1, 1, hidden.shape[-1])[selector.rows]
 
 
 class PackedModel:
@@ -60,11 +66,19 @@ class PackedModel:
         attention.take_over(model)
         cpu_activations.take_over(model)
         self._model = model
-        self._selector = _select_rows_in(model)
+        self._selector = select_rows_in(model)
         self._holder = StepHolder()
         self.pools: list[LayerPool] = make_pools(shapes, num_blocks, block_size, dtype)
         self.caches = [PagedLayerCache(pool, self._holder, max_model_len) for pool in self.pools]
         self.inputs = InputBuilder((shape.kind for shape in shapes), num_blocks, block_size)
+
+    def build(self, batch: StepBatch, last_tokens: mx.array | None = None) -> StepInputs:
+        """The step's inputs; ``last_tokens`` int32 ``[slots]`` for rows whose token is in flight."""
+        return self.inputs.build(batch, last_tokens)
+
+    def blocks_begun(self, row: BatchRow) -> list[int]:
+        """Blocks whose first position ``row`` writes in this step."""
+        return self.inputs.blocks_begun(row)
 
     def forward(self, step: StepInputs) -> mx.array:
         """Logits ``[R, vocab]`` of the sampling rows, lazily; the pools hold the step's keys and values afterwards."""
@@ -76,8 +90,7 @@ class PackedModel:
                 logits: mx.array = self._model(step.tokens, cache=self.caches)
         finally:
             self._holder.inputs = self._selector.rows = None
-        # A decoder that was not found, or returns something else than hidden states: the head has run on all rows.
-        return logits[:, -1] if self._selector.used else logits[step.head_rows, -1]
+        return self._selector.chosen(logits, step.head_rows)
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Copy whole blocks of every layer."""
@@ -89,6 +102,10 @@ class PackedModel:
         """Set whole blocks of every layer to zero."""
         for pool in self.pools:
             pool.clear_blocks(blocks)
+
+    def num_attends(self) -> list[int]:
+        """How often each layer attended through its cache."""
+        return [cache.num_attends for cache in self.caches]
 
     def state(self) -> list[mx.array]:
         """The pools' arrays, to evaluate at the end of each step."""
@@ -104,15 +121,15 @@ class PackedModel:
         self.caches.clear()
 
 
-def _select_rows_in(model: Model) -> _RowSelector:
+def select_rows_in(model: Model) -> RowSelector:
     """Let the decoder inside ``model`` drop rows. Where none is found the returned selector is never used."""
     owner = model.get("language_model", model)
     decoder = next((owner[name] for name in _DECODER_NAMES if owner.get(name) is not None), None)
     if decoder is None:
-        return _RowSelector()
+        return RowSelector()
     if not isinstance(decoder, _SelectsRows):
         base = type(decoder)
         decoder.__class__ = type(base.__name__, (_SelectsRows, base), {})
-        decoder.row_selector = _RowSelector()
-    selector: _RowSelector = decoder.row_selector
+        decoder.row_selector = RowSelector()
+    selector: RowSelector = decoder.row_selector
     return selector

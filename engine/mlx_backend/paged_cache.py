@@ -58,27 +58,30 @@ class LayerPool:
     def write(self, keys: mx.array, values: mx.array, write_index: mx.array) -> None:
         """Store keys and values ``[T, kv_heads, 1, head_dim]`` at flat rows ``write_index`` ``[T, kv_heads]``."""
         self.keys[write_index] = keys.squeeze(2).astype(self.keys.dtype)
-        self.values[write_index] = values.squeeze(2).astype(self.values.dtype)
+        if self.shape.v_head_dim:
+            self.values[write_index] = values.squeeze(2).astype(self.values.dtype)
 
     def gather(self, block_index: mx.array) -> tuple[mx.array, mx.array]:
         """Blocks ``[B, kv_heads, n]`` (head offsets included) -> keys, values ``[B, kv_heads, positions, dim]``."""
-        B, H, n = block_index.shape
         return (
-            mx.take(self.keys.reshape(-1, self.block_size * self.shape.k_head_dim), block_index, axis=0).reshape(
-                B, H, n * self.block_size, self.shape.k_head_dim
-            ),
-            mx.take(self.values.reshape(-1, self.block_size * self.shape.v_head_dim), block_index, axis=0).reshape(
-                B, H, n * self.block_size, self.shape.v_head_dim
-            ),
+            self._gather(self.keys, self.shape.k_head_dim, block_index),
+            self._gather(self.values, self.shape.v_head_dim, block_index),
         )
+
+    def _gather(self, array: mx.array, head_dim: int, block_index: mx.array) -> mx.array:
+        B, H, n = block_index.shape
+        if head_dim == 0:  # a layer that keeps keys alone
+            return mx.zeros((B, H, n * self.block_size, 0), array.dtype)
+        blocks = mx.take(array.reshape(-1, self.block_size * head_dim), block_index, axis=0)
+        return blocks.reshape(B, H, n * self.block_size, head_dim)
 
     def read(self, source: Run | mx.array) -> tuple[mx.array, mx.array]:
         """Keys and values ``[B, kv_heads, positions, head_dim]`` of a run (a view, B = 1) or of gathered blocks."""
         if isinstance(source, Run):
             heads, span = self.shape.num_kv_heads, slice(source.first, source.first + source.count)
             return (
-                self.keys.reshape(1, heads, self._rows, -1)[:, :, span],
-                self.values.reshape(1, heads, self._rows, -1)[:, :, span],
+                self.keys.reshape(1, heads, self._rows, self.shape.k_head_dim)[:, :, span],
+                self.values.reshape(1, heads, self._rows, self.shape.v_head_dim)[:, :, span],
             )
         return self.gather(source)
 
@@ -121,6 +124,7 @@ class PagedLayerCache:
     def __init__(self, pool: LayerPool, holder: StepHolder, max_model_len: int) -> None:
         self.pool = pool
         self.num_attends = 0
+        self._latest: tuple[mx.array, mx.array]
         self._kind = pool.shape.kind
         self._holder = holder
         self._max_model_len = max_model_len
@@ -142,7 +146,12 @@ class PagedLayerCache:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write the step's keys and values, and hand them back unchanged: attention reads the pool."""
         self.pool.write(keys, values, self._plan.write_index)
+        self._latest = keys, values
         return keys, values
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """For a layer that shares another's keys and values: the step's own, as ``update_and_fetch`` gave them."""
+        return self._latest
 
     def attend(self, queries: mx.array, scale: float, sinks: mx.array | None) -> mx.array:
         """Attention of ``queries`` ``[T, heads, 1, head_dim]``, each over its own request's positions."""

@@ -30,6 +30,7 @@ from engine.mlx_backend.kernels.tiling import TUNINGS, Tuning
 from engine.mlx_backend.loaded_model import LoadedModel
 from engine.mlx_backend.model_runner import KvDtype, MlxModelRunner, resolve_kv_dtype
 from engine.mlx_backend.step_check import steps_trial
+from engine.mlx_backend.step_model import StepForm
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +43,10 @@ def make_runner(
     slots: int,
     max_chunk_tokens: int,
     kv_dtype: KvDtype = "auto",
+    num_state_snapshots: int = 0,
 ) -> ModelRunner:
     """The fastest runner that computes ``loaded`` rightly here. A kernel that is turned off is named in the log and in
-    the facts' disclosures."""
+    the facts' disclosures; so is a form of steps that the kernels do not know."""
 
     def plain_runner(loaded: LoadedModel) -> MlxModelRunner:
         return MlxModelRunner(
@@ -54,11 +56,15 @@ def make_runner(
             slots=slots,
             max_chunk_tokens=max_chunk_tokens,
             kv_dtype=kv_dtype,
+            num_state_snapshots=num_state_snapshots,
         )
 
     target = gpu_target() if loaded.backend != "cpu" else None
     if target is None:
         return plain_runner(loaded)
+    if loaded.form is not StepForm.PACKED:
+        reason = f"Kernels off: they compute packed steps, and this model's are {loaded.form.value}."
+        return plain_runner(_disclosing(loaded, [reason]))
     factory = gpu_factory(target)
     verdicts = list(check_kernels(loaded, block_size, kv_dtype, factory, TUNINGS[target]))
     failed = {verdict.name for verdict in verdicts if verdict.problem}

@@ -38,6 +38,7 @@ from engine.mlx_backend.loader import load_model
 from engine.mlx_backend.probe import check_parity
 from engine.mlx_backend.runners import check_kernels, make_runner
 from engine.mlx_backend.step_check import steps_trial
+from engine.mlx_backend.step_model import StepForm
 from engine.model_source import resolve_model
 
 _GIB = 2**30
@@ -135,13 +136,16 @@ def _parity(loaded: LoadedModel) -> Iterator[Finding]:
     except StartupError as error:
         yield Finding("parity", "fail", error.message, error.fix)
         return
-    yield Finding("parity", "pass", "packed steps give mlx-lm's own logits")
+    yield Finding("parity", "pass", f"{loaded.form.value} steps give mlx-lm's own logits")
 
 
 def _kernels(loaded: LoadedModel) -> Iterator[Finding]:
     target = gpu_target() if loaded.backend != "cpu" else None
     if target is None:
         yield Finding("kernels", "skip", "MLX has no custom kernels on the CPU; the plain operations run")
+        return
+    if loaded.form is not StepForm.PACKED:
+        yield Finding("kernels", "skip", f"they compute packed steps, and this model's are {loaded.form.value}")
         return
     factory, tuning = gpu_factory(target), TUNINGS[target]
     verdicts = chain(
@@ -161,8 +165,8 @@ def _kernels(loaded: LoadedModel) -> Iterator[Finding]:
 
 def _speeds(loaded: LoadedModel) -> Iterator[Finding]:
     target = gpu_target() if loaded.backend != "cpu" else None
-    if target is None:
-        yield Finding("kernel speed", "skip", "no custom kernels on the CPU")
+    if target is None or loaded.form is not StepForm.PACKED:
+        yield Finding("kernel speed", "skip", "no custom kernels are used")
         return
     for name, fast_s, plain_s in compare_speeds(loaded, gpu_factory(target), TUNINGS[target]):
         detail = f"{fast_s * 1e6:.0f} us against {plain_s * 1e6:.0f} us in plain MLX: {plain_s / fast_s:.1f}x"
@@ -170,6 +174,9 @@ def _speeds(loaded: LoadedModel) -> Iterator[Finding]:
 
 
 def _curve(loaded: LoadedModel, model: str) -> Iterator[Finding]:
+    if loaded.form is StepForm.SINGLE:
+        yield Finding("batching", "skip", f"this model is served one sequence at a time: {loaded.form_reason}")
+        return
     runner = make_runner(
         loaded,
         num_blocks=num_blocks_needed(_MOST_ROWS, _BLOCK_SIZE_TOKENS),

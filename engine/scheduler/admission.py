@@ -155,6 +155,8 @@ class Admission:
     def _longest_hit(self, request: Request) -> PrefixHit:
         kv = self._residency.kv
         hit = kv.find_prefix(request.table, request.num_tokens)
+        if self._residency.states is not None:
+            return self._residency.states.longest(request, hit)
         parent = self._fork_parent(request)
         if parent is None or parent.place is not Place.SLOT:
             return hit
@@ -185,6 +187,9 @@ class Admission:
         One of another user or urgency does not count: it could be taken off its slot for this request's sake, and with
         it would go the blocks that were to be shared.
         """
+        states = self._residency.states
+        if states is not None and not states.shares:
+            return None
         parent = self._requests.get(request.asked.fork_of or "")
         if parent is None or parent.arrival >= request.arrival:
             return None

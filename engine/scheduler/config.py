@@ -18,7 +18,8 @@ class SchedulerConfig:
     ``admission_watermark_tokens``: how much of a request's coming answer is reserved when it is admitted.
     ``target_stall_s``: how long a step may take for a prompt's sake while others are decoding.
     ``max_chunk_tokens``: prompt tokens in one step at most. ``revision`` separates prefix caches of different weights.
-    ``max_steps_in_flight``: steps that may be launched before the first result is read.
+    ``max_steps_in_flight``: steps that may be launched before the first result is read. ``num_state_snapshots``: room
+    for saved recurrent states, for models that have any; None for the others.
     """
 
     slots: int
@@ -34,6 +35,7 @@ class SchedulerConfig:
     prefix_cache: PrefixCacheMode = "shared"
     revision: str = ""
     max_steps_in_flight: int = 1
+    num_state_snapshots: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("slots", "num_blocks", "block_size", "max_chunk_tokens", "max_steps_in_flight"):

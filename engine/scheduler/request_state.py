@@ -32,6 +32,20 @@ class Place(Enum):
     GONE = "gone"
 
 
+@dataclass(slots=True)
+class RequestStates:
+    """One request's saved states. ``to_load``: a pinned entry that its first row starts from.
+
+    ``points``: lengths after which the state is saved for others. ``rolling``: the newest saved block hash that only
+    this request has kept so far.
+    """
+
+    num_matched_tokens: int = 0
+    to_load: int | None = None
+    points: frozenset[int] = frozenset()
+    rolling: bytes | None = None
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """``arrival`` numbers requests in the order of arrival and never changes, so it is also a place in line.
@@ -49,6 +63,7 @@ class Request:
     ``copy_before_start``     block copy that has to precede the first row
     ``last_slot``             the slot that it holds, or held last
     ``pauses``                one for each preemption
+    ``states``                saved recurrent states, for models that have any
     """
 
     asked: EngineRequest
@@ -72,6 +87,7 @@ class Request:
     num_tokens_passed: int = 0
     passing: bool = False
     copy_before_start: BlockCopy | None = None
+    states: RequestStates = field(default_factory=RequestStates)
     admitted_s: float | None = None
     prefill_started_s: float | None = None
     first_token_s: float | None = None

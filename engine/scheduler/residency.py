@@ -16,6 +16,7 @@ from engine.scheduler.fairness import FairShares
 from engine.scheduler.in_flight import InFlightSteps
 from engine.scheduler.request_state import NO_SLOT, Place, Request
 from engine.scheduler.shared_prefill import SharedPrefills
+from engine.scheduler.state_snapshots import StateSnapshots
 from engine.scheduler.waiting_room import WaitingRoom
 
 
@@ -26,6 +27,10 @@ class Residency:
         self, config: SchedulerConfig, shares: FairShares, waiting: WaitingRoom, flight: InFlightSteps
     ) -> None:
         self.kv = KvCacheManager(config.num_blocks, config.block_size, config.prefix_cache != "off")
+        self.states: StateSnapshots | None = None
+        if config.num_state_snapshots is not None:
+            caching = config.prefix_cache != "off"
+            self.states = StateSnapshots(config.slots, config.num_state_snapshots, config.block_size, caching)
         self.prefills = SharedPrefills()
         self.peak_running = 0
         self._config = config
@@ -78,6 +83,8 @@ class Residency:
         request.place = Place.SLOT
         self._rows[request.slot] = request
         request.copy_before_start = self.kv.attach(request.table, hit, request.num_tokens)
+        if self.states is not None:
+            self.states.enter(request, hit)
         request.num_computed_tokens = request.num_confirmed_tokens = hit.num_tokens
         # What the cache had costs the user nothing, nor does what is computed again.
         request.num_charged_tokens = max(request.num_charged_tokens, min(hit.num_tokens, request.num_prompt_tokens))
@@ -91,6 +98,8 @@ class Residency:
         """Take slot and blocks from a request. Blocks that a launched step may write to stay out of the pool."""
         if self._num_blocks_promised is not None:
             self._num_blocks_promised -= self._promise(request)
+        if self.states is not None:
+            self.states.leave(request)
         dropped = self.prefills.stop(request)
         self._rows[request.slot] = None
         heapq.heappush(self._free_slots, request.slot)
@@ -127,6 +136,8 @@ class Residency:
         """Raise AssertionError naming what does not add up."""
         self.kv.pool.check_invariants()
         self.prefills.check_invariants()
+        if self.states is not None:
+            self.states.book.check_invariants()
         assert sorted(self._free_slots) == [i for i, r in enumerate(self._rows) if r is None], "free slots are wrong"
         for slot, request in enumerate(self._rows):
             if request is not None:

@@ -15,6 +15,7 @@ A walk of one request:
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 
 from engine.batch import BatchRow, SampledToken, StepBatch, StepOutput
 from engine.errors import (
@@ -37,6 +38,7 @@ from engine.scheduler.preemption import IMMUNE_TOKENS, choose_for_blocks
 from engine.scheduler.prefill_turn import PrefillTurn
 from engine.scheduler.request_state import Place, Request, seed_of
 from engine.scheduler.residency import Residency
+from engine.scheduler.state_snapshots import SavedState
 from engine.scheduler.step_cost import StepCostModel
 from engine.scheduler.step_planner import StepPlanner
 from engine.scheduler.stopping import finish_reason
@@ -157,16 +159,20 @@ class Scheduler:
         self._cost.observe(step.load, min(output.elapsed_s, step.most_s))
         outputs: list[TokenOutput] = []
         for row, request in zip(batch.rows, step.requests, strict=True):
+            saved = step.saved.get(request.arrival, ())
             if request.place is Place.GONE:
+                self._settle_states(saved, still_runs=False)
                 continue
             error = output.failures.get(row.request_id)
             token = output.tokens.get(row.request_id) if row.samples else None
             if error is None and row.samples and token is None:
                 error = StepFailedError("The step returned no token for this request.")
             if error is not None:
+                self._settle_states(saved, still_runs=False)
                 outputs.append(self._fail(request, error, now_s))
                 continue
             self._confirm(request, row, now_s)
+            self._settle_states(saved, still_runs=request.place is Place.SLOT)
             if token is not None:
                 outputs.append(self._append(request, token, now_s))
         return outputs
@@ -174,6 +180,8 @@ class Scheduler:
     def fail_batch(self, batch: StepBatch, error: EngineError, now_s: float) -> list[TokenOutput]:
         """A step raised: its requests end with ``error``, the others go on."""
         step = self._land(batch, now_s)
+        for saved in step.saved.values():
+            self._settle_states(saved, still_runs=False)
         return [self._fail(r, error, now_s) for r in step.requests if r.place is not Place.GONE]
 
     # --- for the memory guard --------------------------------------------------------------------------------------
@@ -248,6 +256,11 @@ class Scheduler:
                 request.num_pending_tokens -= 1
         self._residency.settle(step.block_ids, step.released_ids)
         return step
+
+    def _settle_states(self, saved: Sequence[SavedState], still_runs: bool) -> None:
+        for each in saved:
+            assert self._residency.states is not None
+            self._residency.states.landed(each, still_runs)
 
     def _confirm(self, request: Request, row: BatchRow, now_s: float) -> None:
         """Positions of a finished step: charge them, and let others find the blocks that they filled."""

@@ -6,9 +6,10 @@ from what is left of the step's budget. Must not know: how results come back.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
-from engine.batch import BatchRow, BlockCopy, StepBatch
+from engine.batch import BatchRow, BlockCopy, StateLoad, StateSave, StepBatch
 from engine.request import WaitReason
 from engine.scheduler.admission import Admission
 from engine.scheduler.in_flight import InFlightSteps, LaunchedStep
@@ -16,6 +17,7 @@ from engine.scheduler.preemption import choose_for_blocks
 from engine.scheduler.prefill_turn import PrefillTurn
 from engine.scheduler.request_state import Place, Request
 from engine.scheduler.residency import Residency
+from engine.scheduler.state_snapshots import StateSnapshots
 from engine.scheduler.step_cost import StepCostModel, StepLoad, num_causal_pairs
 from engine.scheduler.waiting_room import WaitingRoom
 
@@ -59,10 +61,12 @@ class StepPlanner:
             return None
         copies: list[BlockCopy] = []
         rows = tuple([self._take_row(request, num_tokens, copies, now_s) for request, num_tokens in planned])
-        step = LaunchedStep(
-            StepBatch(step_index, rows, tuple(copies)), tuple([request for request, _ in planned]), load
-        )
+        requests = tuple([request for request, _ in planned])
+        batch = StepBatch(step_index, rows, tuple(copies))
+        step = LaunchedStep(batch, requests, load)
         step.block_ids += [[copy.source] for copy in copies]
+        if self._residency.states is not None:
+            _plan_states(self._residency.states, step)
         return step
 
     def _grow_decoding(self, now_s: float) -> tuple[list[Request], bool]:
@@ -147,6 +151,18 @@ class StepPlanner:
         if samples:
             request.num_pending_tokens += 1
         return row
+
+
+def _plan_states(states: StateSnapshots, step: LaunchedStep) -> None:
+    """The recurrent states that the step's rows start from, and those that are saved on the way."""
+    loads: list[StateLoad] = []
+    saves: list[StateSave] = []
+    for request in step.requests:
+        loads += states.loads(request)
+    for row, request in zip(step.batch.rows, step.requests, strict=True):
+        saved = step.saved[request.arrival] = states.saves(request, row)
+        saves += [StateSave(row.slot, each.entry, each.num_tokens) for each in saved]
+    step.batch = dataclasses.replace(step.batch, state_loads=tuple(loads), state_saves=tuple(saves))
 
 
 def _is_ahead(request: Request) -> bool:

@@ -121,7 +121,13 @@ class Walk:
 
 
 def make_walk(
-    steps_in_flight: int, num_blocks: int = 24, prefix_cache: str = "shared", *, checks: bool = True, slots: int = 3
+    steps_in_flight: int,
+    num_blocks: int = 24,
+    prefix_cache: str = "shared",
+    *,
+    checks: bool = True,
+    slots: int = 3,
+    num_state_snapshots: int | None = None,
 ) -> Walk:
     config = make_config(
         slots=slots,
@@ -131,6 +137,7 @@ def make_walk(
         prefix_cache=prefix_cache,
         max_waiting_requests=30,
         max_steps_in_flight=steps_in_flight,
+        num_state_snapshots=num_state_snapshots,
     )
     return Walk(make_harness(config, checks=checks))
 
@@ -147,9 +154,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         steps_in_flight=st.integers(1, 2),
         num_blocks=st.sampled_from([10, 14, 24]),
         prefix_cache=st.sampled_from(["shared", "per-user", "off"]),
+        num_state_snapshots=st.sampled_from([None, 0, 2, 9]),
     )
-    def begin(self, steps_in_flight: int, num_blocks: int, prefix_cache: str) -> None:
-        self.walk = make_walk(steps_in_flight, num_blocks, prefix_cache)
+    def begin(self, steps_in_flight: int, num_blocks: int, prefix_cache: str, num_state_snapshots: int | None) -> None:
+        self.walk = make_walk(steps_in_flight, num_blocks, prefix_cache, num_state_snapshots=num_state_snapshots)
 
     @precondition(lambda self: self.walk)
     @rule(
@@ -248,11 +256,16 @@ def random_request(draw: random.Random, walk: Walk) -> EngineRequest:
 
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
-@pytest.mark.parametrize("num_blocks", [11, 24, 60])
-def test_long_random_walks(steps_in_flight: int, num_blocks: int) -> None:
-    """Four thousand steps each with everything happening."""
+@pytest.mark.parametrize(
+    ("num_blocks", "num_state_snapshots"), [(11, None), (24, None), (60, None), (14, 9), (60, 3), (60, 12)]
+)
+def test_long_random_walks(steps_in_flight: int, num_blocks: int, num_state_snapshots: int | None) -> None:
+    """Four thousand steps each with everything happening, with and without recurrent state."""
     draw = random.Random(num_blocks * 10 + steps_in_flight)
-    walk = make_walk(steps_in_flight, num_blocks, draw.choice(["shared", "per-user"]), slots=4, checks=False)
+    prefix_cache = draw.choice(["shared", "per-user"])
+    walk = make_walk(
+        steps_in_flight, num_blocks, prefix_cache, slots=4, checks=False, num_state_snapshots=num_state_snapshots
+    )
     for _ in range(4000):
         chance = draw.random()
         if chance < 0.25:

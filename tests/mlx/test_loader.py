@@ -92,7 +92,9 @@ def test_a_backend_that_is_not_there_is_refused(tmp_path: Path) -> None:
         load_model(ModelSource("m", "folder", tmp_path, "r"), backend="metal")
 
 
-def test_recurrent_models_are_refused_at_load() -> None:
+def test_recurrent_state_is_measured() -> None:
     model, config = build("qwen3_next")
-    with pytest.raises(UnsupportedModelError, match="ArraysCache"):
-        describe_model(model, config, ModelSource("m", "folder", Path("nowhere"), "r"), "cpu")
+    loaded = describe_model(model, config, ModelSource("m", "folder", Path("nowhere"), "r"), "cpu")
+    convolution, matrix = 3 * (2 * 2 * 16 + 4 * 16), 4 * 16 * 16
+    assert loaded.facts.state_bytes_per_slot == 2 * 4 * (convolution + matrix)
+    assert len(loaded.layers) == 1
