@@ -20,7 +20,15 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import LoggingConfig
 
 from engine.core.async_engine import CLOSE_LIMIT_S
-from serve_app.config import APP_NAME, INGRESS_NAME, AppConfig, IngressConfig, ModelConfig, ReplicaConfig
+from serve_app.config import (
+    APP_NAME,
+    INGRESS_NAME,
+    AppConfig,
+    IngressConfig,
+    ModelConfig,
+    ReplicaConfig,
+    label_resource,
+)
 from serve_app.ingress.deployment import Ingress
 from serve_app.ingress.ledger import LEDGER_NAME, KeyLedger, lease_s
 from serve_app.replica.deployment import MetalReplica
@@ -34,6 +42,8 @@ ROUTERS = {
     "power-of-two": "ray.serve._private.request_router:PowerOfTwoChoicesRequestRouter",
     "round-robin": "ray.serve.experimental.round_robin_router:RoundRobinRouter",
 }
+# Of all replicas, rounded down, and at least one: a share of any fleet that rounds down to one.
+ONE_AT_A_TIME = 1e-6
 SCALING_POLICY = "serve_app.autoscaling.serve_policy:ServeScaling"
 # Serve averages what replicas report over this; the policy has delays of its own on top.
 SCALING_LOOK_BACK_S = 2.0
@@ -47,7 +57,7 @@ def run_app(config: AppConfig, replica: type[MetalReplica] = MetalReplica) -> De
     """
     serve.start(
         proxy_location=ProxyLocation.EveryNode,
-        http_options=HTTPOptions(host=config.host, port=config.port),
+        http_options=_http_options(config),
         logging_config=_logging(),
     )
     handle: DeploymentHandle[Any] = serve.run(
@@ -94,7 +104,8 @@ def _replica(replica: type[MetalReplica], model: ModelConfig, app: AppConfig) ->
         **_number_of_replicas(model),
         request_router_config=_router(model, config),
         # Every Mac offers one `metal`: so exactly one replica on each. The engine's threads are not Ray's business.
-        ray_actor_options={"num_cpus": 0, "resources": {"metal": 1}},
+        ray_actor_options={"num_cpus": 0, "resources": _resources(model)},
+        rolling_update_percentage=ONE_AT_A_TIME,
         max_ongoing_requests=model.max_ongoing_requests,
         max_queued_requests=config.max_queued_requests,
         backpressure_config=BackpressureConfig(status_code=429, retry_after_s=ROUTER_RETRY_AFTER_S),
@@ -107,6 +118,18 @@ def _replica(replica: type[MetalReplica], model: ModelConfig, app: AppConfig) ->
     )(replica)
     application: serve.Application = deployment.bind(model, config, app.logs)
     return application
+
+
+def _http_options(config: AppConfig) -> HTTPOptions:
+    https = config.https
+    files = {"ssl_certfile": https.certificate, "ssl_keyfile": https.key} if https else {}
+    return HTTPOptions(host=config.host, port=config.port, **files)
+
+
+def _resources(model: ModelConfig) -> dict[str, float]:
+    # So small a part that the label never runs out: `metal` is what limits.
+    label = {label_resource(model.only_on): 0.001} if model.only_on else {}
+    return {"metal": 1, **label}
 
 
 def _number_of_replicas(model: ModelConfig) -> dict[str, Any]:
@@ -144,6 +167,7 @@ def _ingress(config: IngressConfig) -> Any:
         name=INGRESS_NAME,
         num_replicas=config.replicas,
         max_replicas_per_node=1,
+        rolling_update_percentage=ONE_AT_A_TIME,
         ray_actor_options={"num_cpus": config.num_cpus},
         max_ongoing_requests=config.max_ongoing_requests,
         graceful_shutdown_wait_loop_s=SHUTDOWN_POLL_S,

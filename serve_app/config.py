@@ -55,6 +55,11 @@ def ray_environment() -> dict[str, str]:
     }
 
 
+def label_resource(label: str) -> str:
+    """Name of the Ray resource that a Mac with this label offers; see ``ModelConfig.only_on``."""
+    return f"label:{label}"
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -82,7 +87,8 @@ class ScalingConfig(_Section):
 class ModelConfig(_Section):
     """One served model: the name that clients send, other names for it, its engine, and how many Macs serve it.
 
-    With ``scaling`` the load says how many, and ``replicas`` is how many there are at first.
+    With ``scaling`` the load says how many, and ``replicas`` is how many there are at first. ``only_on``: only Macs
+    that were installed with this label serve it; without it, any.
     """
 
     name: str = Field(min_length=1)
@@ -90,6 +96,7 @@ class ModelConfig(_Section):
     engine: EngineConfig
     replicas: int = Field(default=1, ge=1)
     scaling: ScalingConfig | None = None
+    only_on: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._-]+$")
 
     @property
     def deployment_name(self) -> str:
@@ -147,6 +154,13 @@ class LimitsConfig(_Section):
     request_timeout_s: float = Field(default=600.0, gt=0)
 
 
+class HttpsConfig(_Section):
+    """Files that hold the HTTP port's certificate and its key (PEM), at the same place on every Mac."""
+
+    certificate: str
+    key: str
+
+
 class AppConfig(_Section):
     """Everything that is deployed together. Unknown keys are refused with the closest known one.
 
@@ -160,6 +174,7 @@ class AppConfig(_Section):
     replica: ReplicaConfig = ReplicaConfig()
     limits: LimitsConfig = LimitsConfig()
     logs: LogConfig = LogConfig()
+    https: HttpsConfig | None = None
     keys_file: str | None = None
     keys: tuple[ApiKey, ...] = ()
 

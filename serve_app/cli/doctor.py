@@ -13,39 +13,25 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import psutil
 import typer
-from rich.table import Table
 
 from engine.errors import EngineError
 from serve_app.cli.console import EXIT_FAILED, err, out, print_json, progress, reports_errors
+from serve_app.cli.findings import show_findings
 from serve_app.cli.serve_checks import check_disk, check_port
+from serve_app.node.installation_checks import check_installation
+from serve_app.node.machine_checks import Finding, ask_system, check_machine
+from serve_app.node.settings import Installation
 
-State = Literal["pass", "warn", "fail", "skip"]
 ENGINE_CHECKS = "engine.mlx_backend.selfcheck"
 ENGINE_CHECKS_TIMEOUT_S = 300
-_MARKS: dict[State, str] = {
-    "pass": "[green]pass[/]",
-    "warn": "[yellow]warn[/]",
-    "fail": "[bold red]FAIL[/]",
-    "skip": "skip",
-}
 _PACKAGES = ("ray", "mlx", "mlx-lm", "transformers", "numpy")
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One line of the report."""
-
-    name: str
-    state: State
-    detail: str
-    fix: str = ""
 
 
 @reports_errors
@@ -54,40 +40,37 @@ def doctor(
     port: Annotated[int, typer.Option(help="The port that `serve` would use.")] = 8000,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Check this machine: versions, memory, port, disk, and the engine on the given model.
+    """Check this machine: versions, memory, sleep, network, clock, port, disk, and the engine on the given model.
 
     Ends with one line, pass or fail, and exit code 0 or 1. Nothing is changed.
     """
-    checks = [*_machine_checks(), *_serve_checks(port), *_engine_checks(model)]
+    checks = [*_machine_checks(), *_fleet_checks(), *_serve_checks(port), *_engine_checks(model)]
     failed = [check for check in checks if check.state == "fail"]
     if as_json:
         print_json({"passed": not failed, "checks": [asdict(check) for check in checks]})
     else:
-        _show(checks)
+        show_findings(checks)
         verdict = "[bold red]fail[/]: " + ", ".join(check.name for check in failed) if failed else "[bold green]pass[/]"
         out.print(f"\nmetalslots doctor: {verdict}")
     if failed:
         raise typer.Exit(EXIT_FAILED)
 
 
-def _show(checks: list[Check]) -> None:
-    table = Table(box=None, padding=(0, 1))
-    for column in ("check", "", "what was found"):
-        table.add_column(column, overflow="fold")
-    for check in checks:
-        detail = f"{check.detail}\n[dim]fix: {check.fix}[/]" if check.fix and check.state != "pass" else check.detail
-        table.add_row(check.name, _MARKS[check.state], detail)
-    out.print(table)
-
-
-def _machine_checks() -> Iterator[Check]:
+def _machine_checks() -> Iterator[Finding]:
     system = f"{platform.system()} {platform.release()} {platform.machine()}"
     if platform.system() == "Darwin":
         system = f"macOS {platform.mac_ver()[0]} {platform.machine()}"
-    yield Check("system", "pass", f"{system}, Python {platform.python_version()}, {os.cpu_count()} cores")
-    yield Check("versions", "pass", ", ".join(f"{name} {_version(name)}" for name in ("metalslots", *_PACKAGES)))
+    yield Finding("system", "pass", f"{system}, Python {platform.python_version()}, {os.cpu_count()} cores")
+    yield Finding("versions", "pass", ", ".join(f"{name} {_version(name)}" for name in ("metalslots", *_PACKAGES)))
     memory = psutil.virtual_memory()
-    yield Check("memory", "pass", f"{memory.total / 2**30:.1f} GiB, {memory.available / 2**30:.1f} GiB available")
+    yield Finding("memory", "pass", f"{memory.total / 2**30:.1f} GiB, {memory.available / 2**30:.1f} GiB available")
+
+
+def _fleet_checks() -> Iterator[Finding]:
+    yield from check_machine(ask_system, platform.system())
+    installation = Installation.here()
+    if installation is not None:
+        yield from check_installation(installation)
 
 
 def _version(package: str) -> str:
@@ -97,22 +80,22 @@ def _version(package: str) -> str:
         return "missing"
 
 
-def _serve_checks(port: int) -> Iterator[Check]:
+def _serve_checks(port: int) -> Iterator[Finding]:
     try:
         check_port("127.0.0.1", port)
-        yield Check("port", "pass", f"127.0.0.1:{port} is free")
+        yield Finding("port", "pass", f"127.0.0.1:{port} is free")
     except EngineError as error:
         # A running metalslots holds the port rightly, so a taken port alone does not fail the machine.
-        yield Check("port", "warn", error.message, getattr(error, "fix", ""))
+        yield Finding("port", "warn", error.message, getattr(error, "fix", ""))
     folder = Path(tempfile.gettempdir())
     try:
         check_disk(folder)
-        yield Check("disk", "pass", f"{folder} has room for logs and sockets")
+        yield Finding("disk", "pass", f"{folder} has room for logs and sockets")
     except EngineError as error:
-        yield Check("disk", "fail", error.message, getattr(error, "fix", ""))
+        yield Finding("disk", "fail", error.message, getattr(error, "fix", ""))
 
 
-def _engine_checks(model: str) -> Iterator[Check]:
+def _engine_checks(model: str) -> Iterator[Finding]:
     command = [sys.executable, "-m", ENGINE_CHECKS, "--model", model]
     with progress("engine checks") as update:
         child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -130,7 +113,9 @@ def _engine_checks(model: str) -> Iterator[Check]:
     for line in text.splitlines():
         if line.startswith("{"):
             found = json.loads(line)
-            yield Check(found["name"], found["state"], found["detail"], found.get("fix", ""))
+            yield Finding(found["name"], found["state"], found["detail"], found.get("fix", ""))
     if child.returncode not in (0, 1):
         err.print(errors.strip()[-2000:], markup=False)
-        yield Check("engine", "fail", f"the engine's checks ended with code {child.returncode}", "read the lines above")
+        yield Finding(
+            "engine", "fail", f"the engine's checks ended with code {child.returncode}", "read the lines above"
+        )

@@ -18,7 +18,7 @@ from serve_app.keys import add_key, read_keys, remove_key
 app = typer.Typer(
     help="Make, list and remove API keys. A running endpoint reads them when it starts.", no_args_is_help=True
 )
-KeysFile = Annotated[Path, typer.Option("--file", help="The keys file.")]
+KeysFile = Annotated[Path, typer.Option("--file", envvar="METALSLOTS_KEYS_FILE", help="The keys file.")]
 Name = Annotated[str, typer.Argument(help="Person or program: letters, digits, and . _ @ -")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 

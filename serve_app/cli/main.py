@@ -6,9 +6,10 @@ import typer
 
 from serve_app.cli.bench import app as bench_app
 from serve_app.cli.doctor import doctor
-from serve_app.cli.fleet import deploy, drain, undrain
+from serve_app.cli.fleet import deploy, drain, ready, undrain
 from serve_app.cli.keys import app as keys_app
 from serve_app.cli.models import app as models_app
+from serve_app.cli.node import app as node_app
 from serve_app.cli.plan import app as plan_app
 from serve_app.cli.serve import serve
 from serve_app.cli.status import status
@@ -28,7 +29,9 @@ app.command("doctor")(doctor)
 app.command("deploy")(deploy)
 app.command("drain")(drain)
 app.command("undrain")(undrain)
+app.command("ready")(ready)
 app.add_typer(keys_app, name="keys")
 app.add_typer(models_app, name="models")
+app.add_typer(node_app, name="node")
 app.add_typer(bench_app, name="bench")
 app.add_typer(plan_app, name="plan")
