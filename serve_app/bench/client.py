@@ -175,7 +175,7 @@ class _Reader:
             num_prompt_tokens=self._usage.get("prompt_tokens"),
             num_cached_tokens=details.get("cached_tokens"),
             num_output_tokens=self._usage.get("completion_tokens"),
-            queue_s=self._timings.get("queued_s"),
+            queue_s=self._timings.get("prefill_started_s", self._timings.get("queued_s")),
             error=error,
         )
 

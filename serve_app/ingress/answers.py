@@ -9,10 +9,10 @@ Times come in as arguments.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-from serve_app.protocol import ChoiceDelta, Deltas, LogprobEntry, TokenText, ToolCallDelta, Usage
+from serve_app.protocol import ChoiceDelta, Deltas, LogprobEntry, Timings, TokenText, ToolCallDelta, Usage
 
 Json = dict[str, Any]
 
@@ -111,7 +111,7 @@ class ChatShape:
             if delta.finish_reason is not None:
                 yield self._chunk(delta.index, {}, finish_reason=delta.finish_reason)
         if deltas.usage is not None and self._head.include_usage:
-            yield _frame(self._head, "chat.completion.chunk", [], deltas.usage)
+            yield _frame(self._head, "chat.completion.chunk", [], deltas.usage) | write_timings(deltas.timings)
 
     def whole(self, messages: Sequence[Deltas]) -> Json:
         """Return the answer object for all messages of a call."""
@@ -157,7 +157,7 @@ class CompletionShape:
             if delta.text or delta.logprobs or delta.finish_reason is not None:
                 yield self._chunk(delta)
         if deltas.usage is not None and self._head.include_usage:
-            yield _frame(self._head, "text_completion", [], deltas.usage)
+            yield _frame(self._head, "text_completion", [], deltas.usage) | write_timings(deltas.timings)
 
     def whole(self, messages: Sequence[Deltas]) -> Json:
         """Return the answer object for all messages of a call."""
@@ -229,6 +229,11 @@ def write_usage(usage: Usage) -> Json:
         "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
     }
+
+
+def write_timings(timings: Timings | None) -> Json:
+    """Return ``timings`` for a stream's usage chunk: a stream's headers are long gone when they are known."""
+    return {} if timings is None else {"timings": asdict(timings)}
 
 
 def _frame(head: AnswerHead, kind: str, choices: list[Json], usage: Usage | None = None) -> Json:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from serve_app.ingress import sse
 from serve_app.ingress.answers import AnswerHead, ChatShape, CompletionShape
-from serve_app.protocol import ChoiceDelta, Deltas, LogprobEntry, TokenText, Usage
+from serve_app.protocol import ChoiceDelta, Deltas, LogprobEntry, Timings, TokenText, Usage
 
 HEAD = AnswerHead("id-1", "m", 1_700_000_000)
 USAGE = Usage(4, 2, 1)
@@ -90,6 +90,15 @@ def test_a_token_without_text_still_brings_its_logprobs() -> None:
     chunks = list(ChatShape(HEAD, logprobs=True).chunks(Deltas((ChoiceDelta(0, "", (2,), ENTRIES[1:2]),))))
     assert chunks[1]["choices"][0]["delta"] == {"content": ""}
     assert len(chunks[1]["choices"][0]["logprobs"]["content"]) == 1
+
+
+def test_the_usage_chunk_says_where_the_time_went() -> None:
+    timings = Timings(queued_s=0.5, first_token_s=1.5, total_s=2.0, waited_s={"slots": 0.5})
+    last = Deltas((ChoiceDelta(0, finish_reason="stop"),), USAGE, timings)
+    for make in (ChatShape, CompletionShape):
+        *_, usage = make(AnswerHead("id", "m", 0, include_usage=True)).chunks(last)
+        assert usage["timings"]["queued_s"] == 0.5
+        assert usage["timings"]["waited_s"] == {"slots": 0.5}
 
 
 def test_usage_is_null_until_the_last_chunk_when_asked_for() -> None:
