@@ -58,10 +58,11 @@ def run_app(config: AppConfig, replica: type[MetalReplica] = MetalReplica) -> De
     serve.start(
         proxy_location=ProxyLocation.EveryNode,
         http_options=_http_options(config),
-        logging_config=_logging(),
+        # The controller's log says why there are how many replicas.
+        logging_config=_logging("INFO"),
     )
     handle: DeploymentHandle[Any] = serve.run(
-        build_app(config, replica), name=APP_NAME, route_prefix="/", logging_config=_logging()
+        build_app(config, replica), name=APP_NAME, route_prefix="/", logging_config=_logging("WARNING")
     )
     return handle
 
@@ -174,6 +175,6 @@ def _ingress(config: IngressConfig) -> Any:
     )(Ingress)
 
 
-def _logging() -> LoggingConfig:
+def _logging(level: str) -> LoggingConfig:
     # A line for every request would cost more than routing it does.
-    return LoggingConfig(log_level="WARNING", enable_access_log=False)
+    return LoggingConfig(log_level=level, enable_access_log=False)

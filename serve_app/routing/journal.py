@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 
 from serve_app.routing.decision import Decision, DecisionLog
 
@@ -21,6 +22,7 @@ class Journal:
         self._lock = threading.Lock()
         self._decisions = DecisionLog()
         self._lost: OrderedDict[str, None] = OrderedDict()
+        self._cancels: dict[str, Callable[[], None]] = {}
 
     def note(self, decision: Decision) -> None:
         """Keep ``decision``."""
@@ -37,12 +39,26 @@ class Journal:
         with self._lock:
             return self._decisions.newest(num)
 
-    def note_lost(self, request_id: str) -> None:
-        """The request was given up by its router: its replica is silent, and answers no probe."""
+    def watch(self, request_id: str, cancel: Callable[[], None]) -> None:
+        """Call ``cancel``, from any thread, when the request is given up."""
         with self._lock:
+            self._cancels[request_id] = cancel
+
+    def unwatch(self, request_id: str) -> None:
+        """The request has ended."""
+        with self._lock:
+            self._cancels.pop(request_id, None)
+
+    def note_lost(self, request_id: str) -> None:
+        """The request is given up by its router: its replica is silent, and answers no probe."""
+        with self._lock:
+            cancel = self._cancels.pop(request_id, None)
+            if cancel is None:
+                return
             self._lost[request_id] = None
             if len(self._lost) > NUM_LOST_KEPT:
                 self._lost.popitem(last=False)
+        cancel()
 
     def take_lost(self, request_id: str) -> bool:
         """Return whether the request was given up since the last time this was asked."""

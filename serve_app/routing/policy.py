@@ -6,8 +6,8 @@ Owns: the choice and its record, and what one router knows of the fleet. Must no
     cached    = the longest beginning of the prompt that the replica reported, or that was just sent there
     equal     = within a tenth of the least cost; of equals the one that has most of the prompt, and of those the one
                 that rendezvous hashing by node gives, the same in every router
-    last      = draining, not ready, or has failed this very request before; such a one is chosen only when nothing else
-                is left, and refuses by itself if it must
+    last      = draining, not ready, lately unreachable, or has failed this very request before; such a one is chosen
+                only when nothing else is left, and refuses by itself if it must
 
 A cache is worth what reading again would take, never more: a replica where waiting costs more than that loses the
 conversation to another, so no prompt, however popular, piles up on one machine.
@@ -40,6 +40,7 @@ OUTSIDER_S = 10.0
 NUM_RANKED = 16
 NUM_ALTERNATIVES = 3
 NUM_TRIES_KEPT = 4096
+SUSPECT_FOR_S = 10.0
 # Larger than any cost: whoever has it comes after everybody who has not.
 _LAST_S = 1e6
 
@@ -83,6 +84,11 @@ class RoutingPolicy:
             self._index.remove(self._table.remove(replica))
             self._local.removed(replica)
 
+    def suspect(self, replica: str, now_s: float) -> None:
+        """``replica`` did not answer when it was called. It may all the same: a network has hiccups."""
+        if replica in self._table:
+            self._table.columns.suspect_until_s[self._table.row_of(replica)] = now_s + SUSPECT_FOR_S
+
     def open_at(self, replica: str) -> tuple[str, ...]:
         """Return this router's calls that are open at ``replica``."""
         return self._local.open_at(replica)
@@ -94,7 +100,7 @@ class RoutingPolicy:
         names = salted(request.prefix.hashes, request.salt)
         cached = self._index.num_cached_tokens(names, request.prefix.num_tokens, self._table.num_rows)
         costs = costs_of(self._table.load(now_s), request.prefix.num_prompt_tokens, cached)
-        ranking = costs.total_s + self._penalties(request, cached)
+        ranking = costs.total_s + self._penalties(request, cached, now_s)
         best = self._best(ranking, cached, request.place)
         decision = self._record(request, ranking, best, costs, cached)
         self._note_choice(request, decision, names, now_s)
@@ -117,10 +123,10 @@ class RoutingPolicy:
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
-    def _penalties(self, request: RoutingRequest, cached: Floats) -> Floats:
+    def _penalties(self, request: RoutingRequest, cached: Floats, now_s: float) -> Floats:
         """Seconds that put rows behind others for what they are, and not for what they cost."""
         n, columns = self._table.num_rows, self._table.columns
-        is_last = columns.draining[:n] | ~columns.usable[:n]
+        is_last = columns.draining[:n] | ~columns.usable[:n] | (columns.suspect_until_s[:n] > now_s)
         if self._local.where(request.request_id) is None:
             for replica in self._tried.get(request.request_id, ()):
                 if replica in self._table:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
@@ -35,22 +35,15 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class _Sent:
-    """A call that a replica took. ``result``: Serve's end of it."""
-
-    request_id: str
-    result: Any
-
-
-@dataclass(slots=True)
 class _Watched:
-    """A replica as far as watching over it goes."""
+    """A replica as far as watching over it goes. ``left``: the calls that were open there when Serve let go of it."""
 
     replica: RunningReplica
     sequence: object
     heard_s: float
     num_unanswered: int = 0
     gone: bool = False
+    left: set[str] = field(default_factory=set)
 
 
 class MetalRouter(RequestRouter):
@@ -61,7 +54,7 @@ class MetalRouter(RequestRouter):
         self._per_user = bool(kwargs.get("per_user"))
         self._policy = RoutingPolicy()
         self._watched: dict[str, _Watched] = {}
-        self._sent: dict[tuple[str, str], list[_Sent]] = {}
+        self._sent: dict[tuple[str, str], list[str]] = {}
         self._watch: asyncio.Task[None] | None = None
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
@@ -111,21 +104,29 @@ class MetalRouter(RequestRouter):
             self._policy.taken(call.request_id, name, time.monotonic())
             key = (name, pending_request.metadata.internal_request_id)
             # Calls that were made while answering one request share its internal id.
-            self._sent.setdefault(key, []).append(_Sent(call.request_id, result))
+            self._sent.setdefault(key, []).append(call.request_id)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """Serve calls this when a request has ended at a replica, in whichever way."""
         key = (replica_id.unique_id, internal_request_id)
         sent = self._sent.get(key)
         if sent:
-            self._policy.came_back(sent.pop(0).request_id, replica_id.unique_id)
+            request_id = sent.pop(0)
             if not sent:
                 del self._sent[key]
+            self._policy.came_back(request_id, replica_id.unique_id)
+            if (watched := self._watched.get(replica_id.unique_id)) is not None:
+                watched.left.discard(request_id)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         """Serve calls this when it finds a replica dead before its controller does."""
         super().on_replica_actor_died(replica_id)
         self._remove(replica_id.unique_id)
+
+    def on_replica_actor_unavailable(self, replica_id: ReplicaID) -> None:
+        """Serve calls this when a replica could not be reached."""
+        super().on_replica_actor_unavailable(replica_id)
+        self._policy.suspect(replica_id.unique_id, time.monotonic())
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
@@ -141,24 +142,27 @@ class MetalRouter(RequestRouter):
         self._policy.report(name, replica.node_id, from_stats(replica.routing_stats), now_s)
 
     def _remove(self, name: str) -> None:
-        self._policy.remove(name)
-        if name in self._watched:
+        if (watched := self._watched.get(name)) is not None:
             # A replica that stops in order still answers its calls; one that is frozen never will.
-            self._watched[name].gone = True
+            watched.gone = True
+            watched.left.update(self._policy.open_at(name))
+        self._policy.remove(name)
 
     async def _watch_over_calls(self) -> None:
         """Give up calls at replicas that neither report nor answer: a machine that sleeps closes no connection."""
         while True:
             await asyncio.sleep(PROBE_PERIOD_S)
-            busy = {name for name, _ in self._sent}
-            for name in [name for name, watched in self._watched.items() if watched.gone and name not in busy]:
+            for name in [name for name, watched in self._watched.items() if watched.gone and not watched.left]:
                 del self._watched[name]
-            suspects = [name for name in busy if self._is_suspect(name)]
-            await asyncio.gather(*(self._probe(name) for name in suspects))
+            await asyncio.gather(*(self._probe(name) for name in self._watched if self._is_suspect(name)))
+
+    def _open_at(self, name: str) -> set[str]:
+        return self._watched[name].left.union(self._policy.open_at(name))
 
     def _is_suspect(self, name: str) -> bool:
-        watched = self._watched.get(name)
-        return watched is not None and (watched.gone or time.monotonic() - watched.heard_s > SILENT_AFTER_S)
+        watched = self._watched[name]
+        is_silent = watched.gone or time.monotonic() - watched.heard_s > SILENT_AFTER_S
+        return is_silent and bool(self._open_at(name))
 
     async def _probe(self, name: str) -> None:
         watched = self._watched[name]
@@ -167,17 +171,24 @@ class MetalRouter(RequestRouter):
                 await watched.replica.get_queue_len(deadline_s=PROBE_DEADLINE_S)
         except Exception:
             watched.num_unanswered += 1
-            if watched.num_unanswered >= MAX_PROBES:
-                self._give_up(name)
+            self._policy.suspect(name, time.monotonic())
         else:
             watched.num_unanswered = 0
+            if watched.gone:
+                # It took what it took; what it did not take was given to others when Serve let go of it.
+                watched.left &= self._taken_by(name)
+        if watched.num_unanswered >= MAX_PROBES:
+            self._give_up(name)
+
+    def _taken_by(self, name: str) -> set[str]:
+        return {request_id for (at, _), sent in self._sent.items() if at == name for request_id in sent}
 
     def _give_up(self, name: str) -> None:
-        calls = [sent for (replica, _), sents in self._sent.items() if replica == name for sent in sents]
-        logger.warning("replica %s answers no probe: %d calls are given up", name, len(calls))
-        for sent in calls:
-            journal.JOURNAL.note_lost(sent.request_id)
-            sent.result.cancel()
+        request_ids = self._open_at(name)
+        logger.warning("replica %s answers no probe: %d calls are given up", name, len(request_ids))
+        self._watched[name].left.clear()
+        for request_id in request_ids:
+            journal.JOURNAL.note_lost(request_id)
 
 
 def _route_of(decision: Decision) -> Route:

@@ -1,8 +1,8 @@
 """One call to a replica, from its opening to its last message, the same for the ingress and for Python tools.
 
-Owns: that a call is always cancelled when it is left, that a call which its replica lost or would not take is given to
-another one once, if nothing of its answer has come, and that an answer which merely stops is an error. Must not know:
-HTTP, how replicas are ranked.
+Owns: that a call is always cancelled when it is left, that it ends at its deadline whoever hangs, that a call which its
+replica lost or would not take is given to another one once, if nothing of its answer has come, and that an answer which
+merely stops is an error. Must not know: HTTP, how replicas are ranked.
 
 Ray Serve never retries a call that a replica accepted, and a response generator that is dropped without ``cancel`` runs
 on to its end in the engine.
@@ -11,12 +11,14 @@ on to its end in the engine.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
-from engine.errors import RequestCancelledError
+from engine.errors import DeadlineExceededError, RequestCancelledError
 from serve_app.errors import ReplicaLostError, answer_for, cause_of
 from serve_app.protocol import Deltas, GenerateCall
 from serve_app.routing.decision import Decision
@@ -24,6 +26,8 @@ from serve_app.routing.journal import JOURNAL
 from serve_app.routing.keys import prefix_of
 
 MAX_MOVES = 1
+# The engine ends overdue calls itself; this is for calls that wait for a replica, or whose replica hangs.
+OVERDUE_SLACK_S = 1.0
 # Ends of a call that say nothing of the call itself: another replica may well answer it.
 MOVABLE_CODES = frozenset({"replica_lost", "engine_dead", "replica_draining"})
 FULL_CODE = "queue_full"
@@ -37,6 +41,9 @@ class ReplicaStream:
         self._method = handle.options(method_name="generate", stream=True)
         self._call = call if call.prefix.hashes else replace(call, prefix=prefix_of(call))
         self._response: Any = None
+        self._deadline_s = None if call.timeout_s is None else time.monotonic() + call.timeout_s
+        self._alarm: asyncio.TimerHandle | threading.Timer | None = None
+        self._is_overdue = False
         self._num_messages = 0
         self._num_moves = 0
         self._complete = False
@@ -46,12 +53,26 @@ class ReplicaStream:
         """Why the call is where it is; None before it was sent, and where another router than ours chooses."""
         return JOURNAL.decision_on(self._call.request_id)
 
+    @property
+    def num_moves(self) -> int:
+        """How often the call was given to another replica."""
+        return self._num_moves
+
     def open(self) -> None:
-        """Send the call on its way. Does not wait."""
-        self._response = self._method.remote(self._call)
+        """Send the call on its way, with the time that is left of it. Does not wait."""
+        call = self._call
+        if self._deadline_s is not None:
+            left_s = self._deadline_s - time.monotonic()
+            call = replace(call, timeout_s=max(0.0, left_s))
+            self._alarm = _call_later(left_s + OVERDUE_SLACK_S, self._end_overdue)
+        self._response = self._method.remote(call)
+        JOURNAL.watch(call.request_id, self._response.cancel)
 
     def close(self) -> None:
         """Cancel the call, if it still runs."""
+        JOURNAL.unwatch(self._call.request_id)
+        if self._alarm is not None:
+            self._alarm.cancel()
         if self._response is not None and not self._complete:
             self._response.cancel()
         self._response = None
@@ -88,7 +109,7 @@ class ReplicaStream:
                 if _is_cancelled_from_outside():
                     raise
                 # Serve reports a call that the router gave up, or that the replica ended by itself, in this form too.
-                self._move_or_raise(self._end_of_cancelled())
+                self._move_or_raise(RequestCancelledError("The replica ended the call."))
             except Exception as error:
                 self._move_or_raise(error)
         raise StopAsyncIteration
@@ -117,12 +138,20 @@ class ReplicaStream:
         return message
 
     def _move_or_raise(self, error: Exception) -> None:
-        cause = cause_of(error)
+        if self._is_overdue:
+            raise DeadlineExceededError("The request was not done at its deadline.") from None
+        is_lost = JOURNAL.take_lost(self._call.request_id)
+        cause = ReplicaLostError("The machine that was answering is silent.") if is_lost else cause_of(error)
         if self._num_messages or self._num_moves >= MAX_MOVES or not self._may_move(answer_for(cause).code):
             raise cause from None
         self._num_moves += 1
         self.close()
         self.open()
+
+    def _end_overdue(self) -> None:
+        self._is_overdue = True
+        if (response := self._response) is not None:
+            response.cancel()
 
     def _may_move(self, code: str | None) -> bool:
         if code == FULL_CODE:
@@ -130,10 +159,16 @@ class ReplicaStream:
             return self.decision is not None and self.decision.num_usable > 1
         return code in MOVABLE_CODES
 
-    def _end_of_cancelled(self) -> Exception:
-        if JOURNAL.take_lost(self._call.request_id):
-            return ReplicaLostError("The machine that was answering is silent.")
-        return RequestCancelledError("The replica ended the call.")
+
+def _call_later(delay_s: float, act: Callable[[], None]) -> asyncio.TimerHandle | threading.Timer:
+    """Call ``act`` in the running event loop, or in a thread where there is none."""
+    try:
+        return asyncio.get_running_loop().call_later(delay_s, act)
+    except RuntimeError:
+        timer = threading.Timer(delay_s, act)
+        timer.daemon = True
+        timer.start()
+        return timer
 
 
 def _cut_off() -> ReplicaLostError:

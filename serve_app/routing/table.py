@@ -36,6 +36,7 @@ class Columns:
     nodes: NDArray[np.uint64]
     sequence: NDArray[np.int64]
     reported_s: Floats
+    suspect_until_s: Floats
     slots: Floats
     num_requests: Floats
     num_unread_tokens: Floats
@@ -106,6 +107,7 @@ class ReplicaTable:
         self.columns.exists[row] = True
         self.columns.nodes[row] = node_number(node_id)
         self.columns.sequence[row] = -1
+        self.columns.suspect_until_s[row] = -np.inf
         self.correct(replica, Difference())
         self.report(replica, ReplicaReport(sequence=0, slots=1), now_s)
         return row

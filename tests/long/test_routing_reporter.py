@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 
@@ -18,7 +20,7 @@ from serve_app.routing.policy import RoutingPolicy, RoutingRequest
 from serve_app.routing.report import ReplicaReport, from_stats, tag_of, to_stats
 from serve_app.routing.stream import ReplicaStream
 from tests.serve_fakes import EngineFleet, said
-from tests.unit.test_serve_routing_stream import ANSWER, Handle
+from tests.unit.test_serve_routing_stream import ANSWER, Handle, Response
 
 BLOCK_SIZE = 8
 
@@ -49,6 +51,23 @@ def test_calls_are_counted_while_they_are_open_however_they_end(status: EngineSt
     assert report.sequence == 2
     assert report.slots == status.scheduler.slots
     assert from_stats(to_stats(report)) == report
+
+
+def test_figures_count_exactly_the_open_calls_though_the_engine_is_in_a_long_step(status: EngineStatus) -> None:
+    replica = reporter()
+    # What it said before the step: one runs, one waits, 50 tokens are unread.
+    scheduler = replace(status.scheduler, num_running=1, num_waiting=1, num_unread_tokens=50)
+    status = replace(status, scheduler=scheduler)
+    newest = call("x" * 400, "c4", n=2)
+    with replica.counted(call(request_id="c1")), replica.counted(call(request_id="c2")):
+        report = replica.report(status, ready=True)
+        assert (report.num_running, report.num_waiting, report.num_unread_tokens) == (1, 1, 50)
+        with replica.counted(call(request_id="c3", count_only=True)), replica.counted(newest):
+            report = replica.report(status, ready=True)
+            assert (report.num_running, report.num_waiting) == (1, 3)
+            assert report.num_unread_tokens == 50 + newest.prefix.num_prompt_tokens
+    report = replica.report(status, ready=True)
+    assert (report.num_running, report.num_waiting, report.num_unread_tokens) == (0, 0, 50)
 
 
 def test_a_prompt_is_cached_once_its_answer_has_begun_and_until_the_engine_starts_anew(status: EngineStatus) -> None:
@@ -134,22 +153,69 @@ async def test_a_refusal_is_taken_elsewhere_only_if_there_is_an_elsewhere(num_re
     assert len(handle.responses) == num_tries
 
 
-async def test_a_call_that_its_router_gave_up_moves_and_one_that_ended_by_itself_does_not() -> None:
+class Frozen(Response):
+    """Yields its script, then nothing until it is cancelled, as a call to a machine that sleeps."""
+
+    def __init__(self, script: tuple[Any, ...]) -> None:
+        super().__init__(script)
+        self._gone = asyncio.Event()
+
+    def cancel(self) -> None:
+        self._gone.set()
+
+    async def __anext__(self) -> Deltas:
+        try:
+            return await super().__anext__()
+        except StopAsyncIteration:
+            await self._gone.wait()
+            raise asyncio.CancelledError from None
+
+
+class FreezingHandle(Handle):
+    """Its first response freezes."""
+
+    def remote(self, call: GenerateCall) -> Response:
+        if self.responses:
+            return super().remote(call)
+        self.responses.append(Frozen(self._scripts.pop(0)))
+        return self.responses[-1]
+
+
+async def test_a_call_that_its_router_gave_up_moves_if_nothing_has_come() -> None:
+    handle = FreezingHandle((), ANSWER)
+    collecting = asyncio.ensure_future(collect(handle))
+    await asyncio.sleep(0)
     JOURNAL.note_lost("c1")
-    handle = Handle((asyncio.CancelledError(),), ANSWER)
-    assert await collect(handle) == list(ANSWER)
+    assert await collecting == list(ANSWER)
+
+
+async def test_a_call_that_its_router_gave_up_after_a_message_is_an_error() -> None:
+    handle = FreezingHandle((ANSWER[0],), ANSWER)
+    collecting = asyncio.ensure_future(collect(handle))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    JOURNAL.note_lost("c1")
+    with pytest.raises(ReplicaLostError, match="silent"):
+        await collecting
+
+
+async def test_a_call_that_ended_by_itself_does_not_move() -> None:
     with pytest.raises(RequestCancelledError):
         await collect(Handle((asyncio.CancelledError(),), ANSWER))
-    JOURNAL.note_lost("c1")
-    with pytest.raises(ReplicaLostError):
-        await collect(Handle((ANSWER[0], asyncio.CancelledError()), ANSWER))
 
 
-def test_a_journal_forgets_what_is_old() -> None:
+def test_a_journal_gives_up_only_what_is_open_and_says_so_once() -> None:
     journal = Journal()
+    cancelled: list[str] = []
+    journal.note_lost("unknown")
+    assert not journal.take_lost("unknown")
+    for number in range(2000):
+        journal.watch(str(number), partial(cancelled.append, str(number)))
+    journal.unwatch("7")
     for number in range(2000):
         journal.note_lost(str(number))
-    assert not journal.take_lost("0")
+    assert len(cancelled) == 1999
+    assert not journal.take_lost("0"), "what is old is forgotten"
     assert journal.take_lost("1999")
     assert not journal.take_lost("1999")
     assert journal.newest(3) == ()

@@ -13,7 +13,7 @@ import pytest
 from serve_app.protocol import PrefixChain
 from serve_app.routing.cost import SILENT_AFTER_S, Load, costs_of
 from serve_app.routing.decision import Decision, DecisionLog, Reason
-from serve_app.routing.policy import NUM_CANDIDATES, NUM_RANKED, RoutingPolicy, RoutingRequest
+from serve_app.routing.policy import NUM_CANDIDATES, NUM_RANKED, SUSPECT_FOR_S, RoutingPolicy, RoutingRequest
 from serve_app.routing.report import ReplicaReport, tag_of
 
 HEAD, TALK = 11, 22
@@ -142,6 +142,17 @@ def test_a_silent_replica_loses_its_advantage_with_time() -> None:
         decision = choose(policy, request_id=f"q{now_s}", now_s=now_s)
         assert decision.chosen.replica == expected
         policy.came_back(f"q{now_s}", expected)
+
+
+def test_an_unreachable_replica_is_left_alone_for_a_while_and_taken_when_nothing_else_is_left() -> None:
+    policy = fleet(report(prefixes=frozenset({HEAD, TALK})), IDLE)
+    policy.suspect("r0", 0.0)
+    policy.suspect("unknown", 0.0)
+    assert choose(policy, request_id="a").chosen.replica == "r1"
+    assert choose(policy, request_id="b", now_s=SUSPECT_FOR_S + 0.1).chosen.replica == "r0"
+    policy.remove("r1")
+    policy.suspect("r0", 20.0)
+    assert choose(policy, request_id="c", now_s=20.0).reason is Reason.LAST_RESORT
 
 
 def test_the_same_report_again_is_silence() -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from engine.errors import InvalidParameterError, RequestCancelledError
+from engine.errors import DeadlineExceededError, InvalidParameterError, RequestCancelledError
 from serve_app.errors import ReplicaLostError
 from serve_app.protocol import Deltas, GenerateCall
+from serve_app.routing import stream
 from serve_app.routing.stream import ReplicaStream
 from tests.serve_fakes import said
 
@@ -26,14 +28,17 @@ class Response:
     def __init__(self, script: tuple[Any, ...]) -> None:
         self._script: Iterator[Any] = iter(script)
         self.cancelled = False
+        self._is_cancelled = threading.Event()
 
     def cancel(self) -> None:
         self.cancelled = True
+        self._is_cancelled.set()
 
     async def __anext__(self) -> Deltas:
         item = next(self._script, None)
         if item is ...:
-            await asyncio.Event().wait()
+            await asyncio.to_thread(self._is_cancelled.wait, 10)
+            raise asyncio.CancelledError
         if item is None:
             raise StopAsyncIteration
         if isinstance(item, BaseException):
@@ -43,6 +48,9 @@ class Response:
 
     def __next__(self) -> Deltas:
         item = next(self._script)
+        if item is ...:
+            self._is_cancelled.wait(10)
+            raise RequestCancelledError("cancelled")
         if isinstance(item, BaseException):
             raise item
         found: Deltas = item
@@ -55,24 +63,30 @@ class Handle:
     def __init__(self, *scripts: tuple[Any, ...]) -> None:
         self._scripts = list(scripts)
         self.responses: list[Response] = []
+        self.timeouts_s: list[float | None] = []
 
     def options(self, **options: Any) -> Handle:
         assert options == {"method_name": "generate", "stream": True}
         return self
 
     def remote(self, call: GenerateCall) -> Response:
-        assert call == replace(CALL, prefix=call.prefix)
+        assert call == replace(CALL, prefix=call.prefix, timeout_s=call.timeout_s)
+        self.timeouts_s.append(call.timeout_s)
         assert call.prefix.hashes
         self.responses.append(Response(self._scripts.pop(0)))
         return self.responses[-1]
 
 
-async def collect(handle: Handle, sync: bool) -> list[Deltas]:
+async def collect(handle: Handle, sync: bool, timeout_s: float | None = None) -> list[Deltas]:
     if sync:
-        with ReplicaStream(handle, CALL) as messages:
-            return list(messages)
-    async with ReplicaStream(handle, CALL) as stream:
-        return [message async for message in stream]
+        return await asyncio.to_thread(collect_sync, handle, timeout_s)
+    async with ReplicaStream(handle, replace(CALL, timeout_s=timeout_s)) as messages:
+        return [message async for message in messages]
+
+
+def collect_sync(handle: Handle, timeout_s: float | None = None) -> list[Deltas]:
+    with ReplicaStream(handle, replace(CALL, timeout_s=timeout_s)) as messages:
+        return list(messages)
 
 
 @pytest.mark.parametrize("sync", [True, False])
@@ -89,8 +103,8 @@ async def test_leaving_early_cancels(sync: bool) -> None:
         with ReplicaStream(handle, CALL) as messages:
             next(messages)
     else:
-        async with ReplicaStream(handle, CALL) as stream:
-            await anext(stream)
+        async with ReplicaStream(handle, CALL) as messages:
+            await anext(messages)
     assert handle.responses[0].cancelled
 
 
@@ -138,9 +152,30 @@ async def test_a_replica_that_cancels_by_itself_does_not_cancel_its_caller() -> 
         await collect(Handle((ANSWER[0], asyncio.CancelledError())), sync=False)
 
 
+@pytest.mark.parametrize("sync", [True, False])
+@pytest.mark.parametrize("script", [(...,), (ANSWER[0], ...)])
+async def test_a_call_ends_at_its_deadline_though_nobody_answers(
+    script: tuple[Any, ...], sync: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream, "OVERDUE_SLACK_S", 0.0)
+    handle = Handle(script)
+    with pytest.raises(DeadlineExceededError):
+        await collect(handle, sync, timeout_s=0.01)
+    assert handle.responses[0].cancelled
+
+
+async def test_a_call_that_moves_has_the_time_that_is_left() -> None:
+    handle = Handle((LOST,), ANSWER)
+    assert await collect(handle, sync=False, timeout_s=60.0) == list(ANSWER)
+    first_s, second_s = handle.timeouts_s
+    assert first_s is not None
+    assert second_s is not None
+    assert 0 < second_s < first_s <= 60.0
+
+
 async def test_a_stream_outside_its_block_says_so() -> None:
-    stream = ReplicaStream(Handle(ANSWER), CALL)
+    messages = ReplicaStream(Handle(ANSWER), CALL)
     with pytest.raises(RuntimeError, match="with"):
-        next(stream)
+        next(messages)
     with pytest.raises(RuntimeError, match="with"):
-        await anext(stream)
+        await anext(messages)
