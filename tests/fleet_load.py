@@ -6,8 +6,9 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import httpx
@@ -64,6 +65,7 @@ class Load:
     url: str
     model: str = "chain"
     limit_s: float = 60.0
+    per_s: float = 4.0
     turns: list[Turn] = field(default_factory=list)
 
     async def run(self, talk: Talk) -> list[Turn]:
@@ -77,6 +79,34 @@ class Load:
                 tasks.append(asyncio.create_task(self._hold(client, talk, number)))
             await asyncio.gather(*tasks)
         return self.turns
+
+    async def ask_during(self, happening: Callable[[], None], *, max_tokens: int) -> None:
+        """Ask ``per_s`` questions a second, which may change, until ``happening`` is over; wait for all answers.
+
+        ``happening`` runs in a thread. Every question comes over a connection of its own.
+        """
+        asking: list[asyncio.Task[Turn]] = []
+
+        async def ask_on(client: httpx.AsyncClient) -> None:
+            for number in count():
+                while not self.per_s:  # noqa: ASYNC110 - another thread changes it
+                    await asyncio.sleep(0.05)
+                messages = [{"role": "user", "content": f"question {number} " * 10}]
+                asking.append(asyncio.create_task(self.ask(client, messages, number, 0, max_tokens)))
+                await asyncio.sleep(1 / self.per_s)
+
+        limits = httpx.Limits(max_connections=500, max_keepalive_connections=0)
+        async with httpx.AsyncClient(limits=limits, timeout=self.limit_s) as client:
+            asker = asyncio.create_task(ask_on(client))
+            try:
+                await asyncio.to_thread(happening)
+            finally:
+                asker.cancel()
+            await asyncio.gather(*asking)
+
+    def num_complete(self, since_s: float = 0.0) -> int:
+        """Answers that are complete, to questions asked since then."""
+        return sum(turn.is_complete for turn in self.turns if turn.sent_s >= since_s)
 
     async def _hold(self, client: httpx.AsyncClient, talk: Talk, number: int) -> None:
         draw = random.Random(f"{talk.seed}-{number}")

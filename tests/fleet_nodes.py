@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 import httpx
 import psutil
@@ -31,7 +31,10 @@ from tests.serve_endpoint import eventually
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
 COMMAND_LIMIT_S = 180.0
-LOCK = Path(tempfile.gettempdir()) / "metalslots-test-fleet.lock"
+# Several test runs on one machine: each fleet takes a bay of addresses, and of ports that the system does not give out.
+NUM_BAYS = 5
+BAY_PORTS = 1_800
+FIRST_PORT = 23_000
 
 
 class Node:
@@ -50,6 +53,11 @@ class Node:
             return [*reversed(root.children(recursive=True)), root]
         return []
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether its supervisor is gone."""
+        return self._process.poll() is not None
+
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to each of them."""
         for process in self.processes:
@@ -57,8 +65,10 @@ class Node:
                 process.send_signal(number)
 
     def kill(self) -> None:
-        """End it as a power cut does."""
+        """End it as a power cut does. Some of Ray's processes outlive those that made them, but for their group."""
         self.signal(signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
 
@@ -70,6 +80,7 @@ class Fleet:
         self._num_nodes = num_nodes
         self.http_port = free_port()
         self._gcs_port = free_port()
+        self._bay, self._bay_lock = _take_bay()
         self.nodes: list[Node] = []
         self.environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
@@ -84,7 +95,7 @@ class Fleet:
     @property
     def address(self) -> str:
         """Ray's address."""
-        return f"127.0.1.1:{self._gcs_port}"
+        return f"127.0.{100 + self._bay}.1:{self._gcs_port}"
 
     @property
     def url(self) -> str:
@@ -92,9 +103,6 @@ class Fleet:
         return f"http://127.0.0.1:{self.http_port}"
 
     def __enter__(self) -> Fleet:
-        # Its addresses and ports are fixed: one fleet at a time on a machine. A dead owner's lock is free.
-        self._lock = LOCK.open("w")
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
         try:
             for _ in range(self._num_nodes):
                 self.start_node()
@@ -110,16 +118,22 @@ class Fleet:
         for node in reversed(self.nodes):
             node.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
-        self._lock.close()
+        self._bay_lock.close()
 
-    def start_node(self) -> Node:
-        """Start one more node and wait until it says that it runs: two that start at once get in each other's way."""
-        number = len(self.nodes)
-        address = f"127.0.1.{number + 1}"
-        first = 20_000 + 500 * number
+    def start_node(self, number: int | None = None) -> Node:
+        """Start one more node, or one that has ended again, and wait until it says that it runs.
+
+        Two that start at once get in each other's way.
+        """
+        number = len(self.nodes) if number is None else number
+        address = f"127.0.{100 + self._bay}.{number + 1}"
+        first = FIRST_PORT + BAY_PORTS * self._bay + 450 * (number % 4)
         role = ["--head", f"--port={self._gcs_port}", "--include-dashboard=false", f"--temp-dir={self.folder}"]
         if number:
             role = [f"--address={self.address}"]
+        else:
+            # It would say that a dead head still runs, since members of its are on this machine.
+            (self.folder / "ray_current_cluster").unlink(missing_ok=True)
         command = [
             str(BIN / "ray"),
             "start",
@@ -143,7 +157,7 @@ class Fleet:
                 command, env=self.environment, stdout=output, stderr=output, start_new_session=True
             )
         node = Node(f"mac{number}", address, process)
-        self.nodes.append(node)
+        self.nodes[number : number + 1] = [node]
         eventually(lambda: "Ray runtime started" in log.read_text())
         return node
 
@@ -188,6 +202,19 @@ class Fleet:
     def wait_for_nodes(self, num: int) -> None:
         """Wait until ``num`` nodes are alive, and no more."""
         self.run("-m", "tests.fleet_deploy", self.address, "--wait-for", str(num))
+
+
+def _take_bay() -> tuple[int, IO[bytes]]:
+    """A bay that no other fleet has, and the open file that keeps it."""
+    for bay in range(NUM_BAYS):
+        lock = Path(tempfile.gettempdir(), f"metalslots-fleet-{bay}.lock").open("wb")  # noqa: SIM115 - open as long as the fleet
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+        else:
+            return bay, lock
+    raise RuntimeError(f"{NUM_BAYS} fleets run on this machine already")
 
 
 def free_port() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from engine.batch import StepBatch, StepOutput
 from engine.core.async_engine import AsyncEngine
@@ -26,15 +27,22 @@ NUM_BLOCKS = 2048
 
 
 class CostlyRunner(ChainRunner):
-    """Takes its time for every step and for every token in it, as a machine does. It waits, it does not compute."""
+    """Takes its time for every step and for every token in it, as a machine does. It waits, it does not compute.
 
-    def __init__(self) -> None:
+    A step says that it took the time it should have taken, so what replicas learn of themselves depends on no machine.
+    While the file ``gate`` exists no step ends.
+    """
+
+    def __init__(self, gate: Path) -> None:
         super().__init__(facts=replace(FACTS, max_model_len=MAX_MODEL_LEN))
+        self._shut_while = gate
 
     def launch(self, batch: StepBatch) -> PendingStep:
         """Wait, then sample."""
         elapsed_s = STEP_S + TOKEN_S * sum(row.num_tokens for row in batch.rows)
         threading.Event().wait(elapsed_s)
+        while self._shut_while.exists():
+            threading.Event().wait(STEP_S)
         return _Done(replace(super().launch(batch).result(), elapsed_s=elapsed_s))
 
 
@@ -47,7 +55,7 @@ class _Done:
 
 
 class FleetReplica(MetalReplica):
-    """Four slots, and room for some thirty conversations of a thousand tokens."""
+    """Four slots, and room for some thirty conversations of a thousand tokens. Its model's name is a gate's file."""
 
     async def load(self, board: BoardWriter) -> tuple[Tokenizer, AsyncEngine]:
         """Make the engine; nothing is read from disk."""
@@ -57,7 +65,7 @@ class FleetReplica(MetalReplica):
         return tokenizer, engine
 
     def _core(self) -> EngineCore:
-        runner = CostlyRunner()
+        runner = CostlyRunner(Path(self._model.engine.model))
         config = SchedulerConfig(
             slots=4,
             num_blocks=NUM_BLOCKS,
