@@ -5,18 +5,16 @@ Owns: one call from its arrival to its last message. Must not know: Ray, HTTP, h
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from functools import partial
 
 from engine.core.async_engine import AsyncEngine
 from engine.core.generation import GenerationDelta
 from engine.text.tokenizer import Tokenizer
 from serve_app.protocol import Deltas, GenerateCall, Usage
+from serve_app.replica.admission_batcher import AdmissionBatcher
 from serve_app.replica.fold import CallFolder
-from serve_app.replica.prompts import PreparedCall, echo_texts, prepare_call, require_room_in_queue
+from serve_app.replica.prompts import PreparedCall, ReceivedCall, echo_texts, prepare_calls, require_room_in_queue
 from serve_app.replica.stream import batches
 from serve_app.telemetry.record import ReplicaName
 from serve_app.telemetry.recorder import OpenCall, Recorder
@@ -43,7 +41,12 @@ class CallRunner:
         self._tokenizer = tokenizer
         self._flush_interval_s = flush_interval_s
         self._max_waiting_requests = max_waiting_requests
-        self._text_threads = ThreadPoolExecutor(NUM_TEXT_THREADS, thread_name_prefix="text")
+        self._batcher: AdmissionBatcher[ReceivedCall, PreparedCall] = AdmissionBatcher(
+            self._prepare_wave,
+            size_of=lambda received: received.num_text_bytes,
+            is_full=self._is_full,
+            num_threads=NUM_TEXT_THREADS,
+        )
         self.num_open = 0
 
     async def generate(self, call: GenerateCall) -> AsyncGenerator[Deltas, None]:
@@ -58,7 +61,7 @@ class CallRunner:
         try:
             if call.count_only:
                 prepared = await self._prepare(opened)
-                yield Deltas((), Usage(sum(len(r.prompt_token_ids) for r in prepared.requests)))
+                yield Deltas((), Usage(sum(len(request.prompt_token_ids) for request in prepared.requests)))
                 return
             folder, streams = await self._open(opened)
             async with aclosing(batches(streams, self._flush_interval_s)) as arriving:
@@ -74,7 +77,7 @@ class CallRunner:
 
     def close(self) -> None:
         """Let go of the threads."""
-        self._text_threads.shutdown(wait=False)
+        self._batcher.close()
 
     async def _open(self, opened: OpenCall) -> tuple[CallFolder, list[AsyncGenerator[GenerationDelta, None]]]:
         call = opened.call
@@ -87,6 +90,11 @@ class CallRunner:
         return folder, [self._engine.generate(request) for request in prepared.requests]
 
     async def _prepare(self, opened: OpenCall) -> PreparedCall:
-        max_model_len = self._engine.status().model.max_model_len
-        prepare = partial(prepare_call, opened.call, self._tokenizer, max_model_len, opened.received_s)
-        return await asyncio.get_running_loop().run_in_executor(self._text_threads, prepare)
+        return await self._batcher.prepare(ReceivedCall(opened.call, opened.received_s))
+
+    def _prepare_wave(self, calls: Sequence[ReceivedCall]) -> Sequence[PreparedCall | Exception]:
+        return prepare_calls(calls, self._tokenizer, self._engine.status().model.max_model_len)
+
+    def _is_full(self) -> bool:
+        scheduler = self._engine.status().scheduler
+        return scheduler.num_running >= scheduler.slots or scheduler.num_waiting > 0
