@@ -1,6 +1,7 @@
 """For Python tools on the same Ray: ask the replicas directly, with no HTTP in between.
 
-Owns: connecting, and calls that are always cancelled when they are left. Must not know: how a replica answers.
+Owns: connecting, calls that are always cancelled when they are left, and batches of calls. Must not know: how a replica
+answers. Works in a script on a machine of the fleet, in a Ray job, and in a Ray actor.
 
     with connect() as metal:
         print(metal.generate("Say hello.").text)
@@ -8,42 +9,55 @@ Owns: connecting, and calls that are always cancelled when they are left. Must n
             for piece in story:
                 print(piece, end="")
 
-Inside a coroutine: ``await metal.agenerate(...)``, and ``async with metal.stream(...)`` with ``async for``.
+        answers = metal.generate_many(prompts, on_progress=print)
+
+Inside a coroutine: ``await metal.agenerate(...)`` and ``await metal.agenerate_many(...)``, and ``async with
+metal.stream(...)`` with ``async for``.
 """
 
 from __future__ import annotations
 
+import asyncio
+import os
+import random
+import sys
+import time
 import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import ray
-from ray import serve
-
 from engine.request import SamplingParams
-from serve_app.config import APP_NAME
-from serve_app.errors import ModelUnknownError
+from serve_app.config import APP_NAME, ray_environment
+from serve_app.errors import ModelUnknownError, answer_for
 from serve_app.protocol import ChatMessage, Deltas, GenerateCall, Prompt, Timings, Usage
 from serve_app.routing.stream import ReplicaStream
 
 DEFAULT_TIMEOUT_S = 600.0
 CONNECT_TIMEOUT_S = 30.0
+# Of one batch, at once: more than a fleet's slots, so that replicas have something waiting, and less than queues take.
+MAX_IN_FLIGHT = 64
+QUEUE_FULL = "queue_full"
+MAX_PAUSE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A finished call: one text and one finish reason for each choice."""
+    """A finished call: one text and one finish reason for each choice. ``error``: of a batch's, that it has failed."""
 
     texts: tuple[str, ...]
     finish_reasons: tuple[str, ...]
     usage: Usage
     timings: Timings
+    error: Exception | None = None
 
     @property
     def text(self) -> str:
-        """The first choice's text."""
+        """The first choice's text. Raises the error of an answer that has failed."""
+        if self.error is not None:
+            raise self.error
         return self.texts[0]
 
 
@@ -61,67 +75,126 @@ class Ask:
     timeout_s: float = DEFAULT_TIMEOUT_S
 
 
-def connect(address: str = "auto", *, app: str = APP_NAME) -> Client:
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a batch is. ``num_total`` None: its prompts come from an iterator."""
+
+    num_done: int
+    num_failed: int
+    num_total: int | None
+    num_output_tokens: int
+
+
+Question = Prompt | Sequence[ChatMessage]
+
+
+def connect(address: str = "auto", *, app: str = APP_NAME, token_file: Path | None = None) -> Client:
     """Return a client of the app on the Ray at ``address``; inside a Ray job or actor, on its own Ray.
 
-    Never starts a Ray. Raises ConnectionError when there is none, and what Serve raises when the app does not run.
+    ``token_file``: the fleet's secret, where Ray does not find it by itself. Never starts a Ray. Raises ConnectionError
+    when there is none, and what Serve raises when the app does not run.
     """
+    if "ray" not in sys.modules:
+        # Read when Ray is first imported. A program that has imported it before still works, at twice the cost.
+        os.environ.update({name: os.environ.get(name, value) for name, value in ray_environment().items()})
+    if token_file is not None:
+        os.environ.update({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token_file)})
+    import ray
+    from ray import serve
+
     joined = not ray.is_initialized()
     if joined:
         ray.init(address=address, log_to_driver=False)
     ingress: Any = serve.get_app_handle(app)
     deployments: dict[str, str] = ingress.deployments.remote().result(timeout_s=CONNECT_TIMEOUT_S)
     handles = {model: serve.get_deployment_handle(name, app) for model, name in deployments.items()}
-    return Client(handles, leave_ray=joined)
+    return Client(handles, leave=ray.shutdown if joined else None)
 
 
 class Client:
     """Asks replicas. Safe to use from several threads and tasks."""
 
-    def __init__(self, handles: Mapping[str, Any], *, leave_ray: bool = False) -> None:
-        """``handles``: the replicas' Serve handle for each model name."""
+    def __init__(self, handles: Mapping[str, Any], *, leave: Callable[[], Any] | None = None) -> None:
+        """``handles``: the replicas' Serve handle for each model name. ``leave`` is called by ``close``."""
         self._handles = handles
-        self._leave_ray = leave_ray
+        self._leave = leave
 
     @property
     def models(self) -> tuple[str, ...]:
         """Names and aliases of the served models."""
         return tuple(self._handles)
 
-    def stream(
-        self, prompt: Prompt | Sequence[ChatMessage], ask: Ask | None = None, *, raw: bool = False
-    ) -> AnswerStream:
+    def stream(self, prompt: Question, ask: Ask | None = None, *, raw: bool = False) -> AnswerStream:
         """Return a stream of the first choice's text. Enter it with ``with`` or ``async with``, then iterate it.
 
         ``prompt``: a conversation, or a text that becomes the user's only message; with ``raw`` the text, or token ids,
         as they are. Raises ModelUnknownError.
         """
         ask = ask or Ask()
-        model = ask.model or next(iter(self._handles))
-        if model not in self._handles:
-            raise ModelUnknownError(model, self.models)
-        return AnswerStream(self._handles[model], _call(model, prompt, ask, raw))
+        model, handle = self._handle(ask.model)
+        return AnswerStream(handle, _call(model, prompt, ask, raw))
 
-    def generate(self, prompt: Prompt | Sequence[ChatMessage], ask: Ask | None = None, *, raw: bool = False) -> Answer:
+    def generate(self, prompt: Question, ask: Ask | None = None, *, raw: bool = False) -> Answer:
         """Return the whole answer; arguments as ``stream``."""
         with self.stream(prompt, ask, raw=raw) as pieces:
             for _ in pieces:
                 pass
             return pieces.answer
 
-    async def agenerate(
-        self, prompt: Prompt | Sequence[ChatMessage], ask: Ask | None = None, *, raw: bool = False
-    ) -> Answer:
+    async def agenerate(self, prompt: Question, ask: Ask | None = None, *, raw: bool = False) -> Answer:
         """As ``generate``, inside an event loop."""
         async with self.stream(prompt, ask, raw=raw) as pieces:
             async for _ in pieces:
                 pass
             return pieces.answer
 
+    def generate_many(self, prompts: Iterable[Question], ask: Ask | None = None, **options: Any) -> list[Answer]:
+        """As ``agenerate_many``, outside an event loop."""
+        return asyncio.run(self.agenerate_many(prompts, ask, **options))
+
+    async def agenerate_many(
+        self,
+        prompts: Iterable[Question],
+        ask: Ask | None = None,
+        *,
+        raw: bool = False,
+        max_in_flight: int = MAX_IN_FLIGHT,
+        on_progress: Callable[[Progress], None] | None = None,
+    ) -> list[Answer]:
+        """Return the answers to ``prompts``, in their order; ``max_in_flight`` of them are asked at once.
+
+        A question that a full queue refuses is asked again after the predicted wait, within ``ask.timeout_s``. Any
+        other error stands in its answer and stops nothing. Leaving it (a cancelled task, Ctrl-C) cancels all that runs.
+        """
+        ask = ask or Ask()
+        self._handle(ask.model)
+        batch = _Batch(prompts, on_progress)
+        async with asyncio.TaskGroup() as group:
+            for _ in range(max_in_flight):
+                group.create_task(batch.work(lambda prompt: self._answer_patiently(prompt, ask, raw)))
+        return batch.answers()
+
+    def _handle(self, model: str) -> tuple[str, Any]:
+        model = model or next(iter(self._handles))
+        if model not in self._handles:
+            raise ModelUnknownError(model, self.models)
+        return model, self._handles[model]
+
+    async def _answer_patiently(self, prompt: Question, ask: Ask, raw: bool) -> Answer:
+        deadline_s = time.monotonic() + ask.timeout_s
+        while True:
+            try:
+                return await self.agenerate(prompt, ask, raw=raw)
+            except Exception as error:
+                pause_s = min(getattr(error, "retry_after_s", None) or 1.0, MAX_PAUSE_S) * random.uniform(0.5, 1.5)
+                if answer_for(error).code != QUEUE_FULL or time.monotonic() + pause_s > deadline_s:
+                    raise
+            await asyncio.sleep(pause_s)
+
     def close(self) -> None:
         """Leave the Ray that ``connect`` joined."""
-        if self._leave_ray:
-            ray.shutdown()
+        if self._leave is not None:
+            self._leave()
 
     def __enter__(self) -> Client:
         return self
@@ -130,6 +203,36 @@ class Client:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class _Batch:
+    """Prompts that are taken one by one by workers of one event loop, and the answer to each."""
+
+    def __init__(self, prompts: Iterable[Question], on_progress: Callable[[Progress], None] | None) -> None:
+        self._num_total = len(prompts) if isinstance(prompts, Sequence) else None
+        self._prompts = enumerate(prompts)
+        self._on_progress = on_progress
+        self._answers: dict[int, Answer] = {}
+        self._num_failed = 0
+        self._num_output_tokens = 0
+
+    async def work(self, ask: Callable[[Question], Awaitable[Answer]]) -> None:
+        """Answer prompts until there are none left."""
+        for number, prompt in self._prompts:
+            try:
+                answer = await ask(prompt)
+            except Exception as error:
+                answer = Answer((), (), Usage(), Timings(), error)
+            self._answers[number] = answer
+            self._num_failed += answer.error is not None
+            self._num_output_tokens += answer.usage.num_output_tokens
+            if self._on_progress is not None:
+                num_done = len(self._answers)
+                self._on_progress(Progress(num_done, self._num_failed, self._num_total, self._num_output_tokens))
+
+    def answers(self) -> list[Answer]:
+        """All of them, in the prompts' order."""
+        return [self._answers[number] for number in sorted(self._answers)]
 
 
 class AnswerStream:
@@ -190,7 +293,7 @@ class AnswerStream:
         return piece
 
 
-def _call(model: str, prompt: Prompt | Sequence[ChatMessage], ask: Ask, raw: bool) -> GenerateCall:
+def _call(model: str, prompt: Question, ask: Ask, raw: bool) -> GenerateCall:
     messages: tuple[ChatMessage, ...] = ()
     prompts: tuple[Prompt, ...] = ()
     if raw:

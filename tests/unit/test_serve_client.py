@@ -1,0 +1,118 @@
+"""Batches of the Python client over a stand-in for Serve's handle."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from engine.errors import AdmissionRefusedError, ContextLengthError
+from serve_app.client import Ask, Client, Progress
+from serve_app.errors import ModelUnknownError
+from serve_app.protocol import Deltas, GenerateCall
+from tests.serve_fakes import said
+
+
+class Replicas:
+    """Says every prompt again. Beyond ``num_places`` it refuses; a prompt "long" is too long."""
+
+    def __init__(self, num_places: int = 1000) -> None:
+        self._num_places = num_places
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.arrived = asyncio.Semaphore(0)
+        self.num_open = 0
+        self.peak = 0
+        self.num_refused = 0
+        self.num_cancelled = 0
+
+    def options(self, **_options: Any) -> Replicas:
+        return self
+
+    def remote(self, call: GenerateCall) -> Reply:
+        return Reply(self, call)
+
+
+class Reply:
+    """One call."""
+
+    def __init__(self, replicas: Replicas, call: GenerateCall) -> None:
+        self._replicas = replicas
+        self._messages = self._answer(call)
+
+    def cancel(self) -> None:
+        self._replicas.num_cancelled += 1
+
+    async def __anext__(self) -> Deltas:
+        return await anext(self._messages)
+
+    async def _answer(self, call: GenerateCall) -> AsyncIterator[Deltas]:
+        replicas = self._replicas
+        if replicas.num_open >= replicas._num_places:
+            replicas.num_refused += 1
+            raise AdmissionRefusedError("requests", replicas._num_places, replicas.num_open, 0.01)
+        replicas.num_open += 1
+        replicas.peak = max(replicas.peak, replicas.num_open)
+        replicas.arrived.release()
+        try:
+            await replicas.gate.wait()
+            await asyncio.sleep(0)
+            text = str(call.prompts[0])
+            if text == "long":
+                raise ContextLengthError(9, 8, "prompt")
+        finally:
+            replicas.num_open -= 1
+        for message in said(text, "!"):
+            yield message
+
+
+async def test_thousands_are_asked_so_many_at_once_and_answered_in_order() -> None:
+    replicas = Replicas()
+    seen: list[Progress] = []
+    prompts = [str(number) for number in range(2000)]
+    answers = await Client({"m": replicas}).agenerate_many(prompts, raw=True, max_in_flight=7, on_progress=seen.append)
+    assert [answer.text for answer in answers] == [f"{prompt}!" for prompt in prompts]
+    assert replicas.peak == 7
+    assert [progress.num_done for progress in seen] == list(range(1, 2001))
+    assert seen[-1] == Progress(2000, 0, 2000, 4000)
+
+
+async def test_an_error_stands_in_its_answer_and_stops_nothing() -> None:
+    seen: list[Progress] = []
+    metal = Client({"m": Replicas()})
+    answers = await metal.agenerate_many(iter(["a", "long", "b"]), raw=True, on_progress=seen.append)
+    assert [answer.error is None for answer in answers] == [True, False, True]
+    assert seen[-1] == Progress(3, 1, None, 4)
+    with pytest.raises(ContextLengthError):
+        _ = answers[1].text
+
+
+async def test_what_a_full_queue_refuses_is_asked_again_until_the_time_is_up() -> None:
+    replicas = Replicas(num_places=3)
+    answers = await Client({"m": replicas}).agenerate_many([str(n) for n in range(50)], raw=True, max_in_flight=10)
+    assert all(answer.error is None for answer in answers)
+    assert replicas.num_refused > 0
+    (refused,) = await Client({"m": Replicas(num_places=0)}).agenerate_many(["x"], Ask(timeout_s=0.0), raw=True)
+    assert isinstance(refused.error, AdmissionRefusedError)
+
+
+async def test_leaving_a_batch_cancels_what_runs_and_asks_no_more() -> None:
+    replicas = Replicas()
+    replicas.gate.clear()
+    batch = asyncio.create_task(Client({"m": replicas}).agenerate_many([str(n) for n in range(50)], max_in_flight=5))
+    for _ in range(5):
+        await replicas.arrived.acquire()
+    batch.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await batch
+    assert replicas.num_open == 0
+    assert replicas.num_cancelled == 5
+
+
+def test_outside_an_event_loop_and_a_model_that_nobody_serves() -> None:
+    metal = Client({"m": Replicas()})
+    assert [answer.text for answer in metal.generate_many(["a", "b"], raw=True)] == ["a!", "b!"]
+    with pytest.raises(ModelUnknownError):
+        metal.generate_many(["a"], Ask(model="other"))
