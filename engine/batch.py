@@ -30,7 +30,8 @@ class BatchRow:
     With a step in flight the last computed token may not be known to the host yet: then ``token_ids`` is exactly one
     shorter than ``start + num_tokens`` and the runner takes the token that it sampled last for this request.
     ``samples`` is True when the row's last position is the request's newest token, so that its logits choose the next
-    one; ``output_index`` is that next token's index in the answer (it drives the row's random stream).
+    one; ``output_index`` is that next token's index in the answer (it drives the row's random stream). ``embeds``: what
+    the model makes of the last position is wanted besides.
     """
 
     request_id: str
@@ -44,6 +45,7 @@ class BatchRow:
     seed: int
     samples: bool
     output_index: int
+    embeds: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +90,14 @@ class StepBatch:
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """The token chosen for one sampling row."""
+    """The token chosen for one sampling row.
+
+    ``embedding``: for a row that embeds, the last hidden state of its last position as float32 numbers.
+    """
 
     token_id: int
     logprobs: TokenLogprobs | None = None
+    embedding: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from engine.core.gains import read_gains
 from engine.core.memory_readers import read_machine, system_reader
 from engine.core.messages import OnProgress, Progress
 from engine.core.model_files import expect_model
+from engine.core.pooling import is_made_for_embeddings
 from engine.core.process_main import run_engine_process
 from engine.errors import StartupError, UnsupportedModelError
 from engine.interfaces import ModelRunner
@@ -26,6 +27,7 @@ from engine.memory.ledger import MemoryPlan, plan_memory
 from engine.memory.plan_inputs import PlanInputs
 from engine.memory.preflight import deviations
 from engine.mlx_backend.device import choose_backend
+from engine.mlx_backend.embeddings import find_embedding_size
 from engine.mlx_backend.loaded_model import LoadedModel
 from engine.mlx_backend.loader import load_model
 from engine.mlx_backend.memory import DeviceMemory, measure_model_bytes, with_device_limits
@@ -49,7 +51,7 @@ def build_core(config: EngineConfig, on_progress: OnProgress) -> EngineCore:
     expected = expect_model(config, source, choose_backend(config.backend))
     on_progress(Progress("loading weights"))
     loaded = load_model(source, backend=config.backend, max_model_len=config.max_model_len, parity=config.parity)
-    loaded = _with_grammars(loaded, source)
+    loaded = _with_embeddings(_with_grammars(loaded, source), config, source)
     config = _for_form(config, loaded)
     on_progress(Progress("measuring memory"))
     inputs = _plan_inputs(config, loaded)
@@ -84,6 +86,22 @@ def _with_grammars(loaded: LoadedModel, source: ModelSource) -> LoadedModel:
         return loaded
     grammars = GrammarCompiler(tokenizer, vocab_size=max(tokenizer.vocab_size, loaded.facts.vocab_size))
     return dataclasses.replace(loaded, grammars=grammars)
+
+
+def _with_embeddings(loaded: LoadedModel, config: EngineConfig, source: ModelSource) -> LoadedModel:
+    """``loaded`` with what it can be asked for. Raises UnsupportedModelError where embeddings are wanted in vain."""
+    if config.embeddings == "off":
+        return loaded
+    is_made_for_them = is_made_for_embeddings(source)
+    if not is_made_for_them and config.embeddings == "auto":
+        return loaded
+    size = find_embedding_size(loaded.model) if loaded.form is StepForm.PACKED else None
+    if size is None:
+        raise UnsupportedModelError(
+            f"The hidden states of this {loaded.facts.architecture} model cannot be had.", "set `embeddings: off`"
+        )
+    facts = dataclasses.replace(loaded.facts, embedding_size=size, writes_text=not is_made_for_them)
+    return dataclasses.replace(loaded, facts=facts)
 
 
 def _plan_inputs(config: EngineConfig, loaded: LoadedModel) -> PlanInputs:

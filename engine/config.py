@@ -64,7 +64,8 @@ class EngineConfig(_Section):
     """One engine on one machine. Unknown keys are refused with the closest known one.
 
     ``profile``: a file of `metalslots bench profile`, whose measured gain caps automatic slots. ``adapter``: a folder
-    that `mlx_lm.lora` wrote, applied to the model.
+    that `mlx_lm.lora` wrote, applied to the model. ``embeddings``: "auto" gives them if the model's
+    files say that it was made for them, "last-token" takes any model's last hidden state.
     """
 
     model: str = "demo"
@@ -76,6 +77,7 @@ class EngineConfig(_Section):
     memory: MemoryConfig = MemoryConfig()
     prefill: PrefillConfig = PrefillConfig()
     prefix_cache: Literal["shared", "per-user", "off"] = "shared"
+    embeddings: Literal["auto", "last-token", "off"] = "auto"
     overcommit: Literal["warn", "refuse"] = "warn"
     profile: str | None = None
     max_waiting_requests: int = Field(default=256, ge=0)

@@ -21,7 +21,8 @@ class ModelFacts:
     ``state_bytes_per_slot``: recurrent state of one sequence; such a model shares a prefix only where a state was
     saved. ``is_alone``: it is served one sequence at a time, and shares no prefix at all. ``disclosures`` are sentences
     that stay in the status (kernel off, parity unchecked, slow BLAS). ``guides``: whether answers can be held to a
-    grammar or a budget of thinking.
+    grammar or a budget of thinking. ``embedding_size``: numbers of an embedding, None for a model that gives none;
+    ``writes_text`` False for a model that was made for embeddings alone.
     """
 
     name: str
@@ -39,6 +40,8 @@ class ModelFacts:
     guides: bool = False
     state_bytes_per_slot: int = 0
     is_alone: bool = False
+    embedding_size: int | None = None
+    writes_text: bool = True
 
 
 class PendingStep(Protocol):

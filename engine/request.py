@@ -102,7 +102,8 @@ class EngineRequest:
 
     ``fork_of`` names an earlier request with the same prompt whose blocks this one shares (``n > 1``).
     ``cache_salt`` separates prefix caches: requests share blocks only under equal salts.
-    ``priority``: lower runs first. ``deadline_s`` None means no deadline.
+    ``priority``: lower runs first. ``deadline_s`` None means no deadline. ``embeds``: the prompt's embedding is wanted,
+    no answer; it comes with the only token, which means nothing.
     """
 
     request_id: str
@@ -114,6 +115,7 @@ class EngineRequest:
     cache_salt: str = ""
     deadline_s: float | None = None
     fork_of: str | None = None
+    embeds: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +159,7 @@ class TokenOutput:
     """New tokens of one request; the last one of a request carries ``finish_reason``.
 
     ``timeline`` comes with the first token, as far as it goes, and with the last output.
-    ``error`` is set if and only if ``finish_reason`` is ERROR.
+    ``error`` is set if and only if ``finish_reason`` is ERROR. ``embedding``: float32 numbers in this machine's order.
     """
 
     request_id: str
@@ -168,3 +170,4 @@ class TokenOutput:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     timeline: Timeline | None = None
+    embedding: bytes | None = None

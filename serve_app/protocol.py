@@ -70,6 +70,8 @@ class GenerateCall:
     ``thinking_budget`` (tokens) bound what a model thinks before it answers. ``cache_salt`` keeps cached prompts apart.
     ``count_only``: nothing is generated, the only message has the prompt's length. ``key_name``: who asks, where keys
     are needed. ``trace_context``: W3C headers of the span that the call belongs to. ``route``: set by the router.
+    ``embeds``: the embedding of each prompt is wanted, and no answer; choice p has that of prompt p, cut to its first
+    ``dimensions`` numbers.
     """
 
     request_id: str
@@ -96,6 +98,8 @@ class GenerateCall:
     key_name: str = ""
     trace_context: Mapping[str, str] = field(default_factory=dict)
     route: Route | None = None
+    embeds: bool = False
+    dimensions: int | None = None
 
     @property
     def num_prompts(self) -> int:
@@ -141,7 +145,8 @@ class ChoiceDelta:
 
     ``finish_reason`` ("stop", "length" or "tool_calls") is set exactly once. ``stop_reason`` is the stop string or
     token id that ended the answer, None for an end-of-text token. ``thinking`` is what a model thinks before it
-    answers.
+    answers. ``embedding``: of a call that embeds, little-endian float32 numbers of length 1 in all; it comes whole, and
+    nothing else does.
     """
 
     index: int
@@ -152,6 +157,7 @@ class ChoiceDelta:
     stop_reason: str | int | None = None
     thinking: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
+    embedding: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,10 @@ class ChainReplica(MetalReplica):
         """Make the engine; nothing is read from disk."""
         board.progress("making the chain model")
         tokenizer = chat_tokenizer()
-        engine = AsyncEngine.in_thread(lambda: make_core(ChainRunner(step_s=STEP_S), slots=8), tokenizer)
+        prefix_cache = self._model.engine.prefix_cache
+        engine = AsyncEngine.in_thread(
+            lambda: make_core(ChainRunner(step_s=STEP_S), slots=8, prefix_cache=prefix_cache), tokenizer
+        )
         await engine.start()
         return tokenizer, engine
 

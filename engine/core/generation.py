@@ -19,7 +19,8 @@ class GenerationRequest:
     seeded request uses ``seed + i``. ``received_s`` and ``deadline_s`` are monotonic seconds. ``max_tokens`` beyond the
     end of the context is clipped to it, and the answer then ends with LENGTH. ``continues_text``: the answer goes on
     from the prompt's text, so a space before its first word is kept. ``shown_token_ids``: special tokens that are
-    written in the answer's text all the same, because its reader looks for them.
+    written in the answer's text all the same, because its reader looks for them. ``embeds``: no answer is wanted, but
+    the prompt's embedding, which the only delta brings.
     """
 
     request_id: str
@@ -34,6 +35,7 @@ class GenerationRequest:
     deadline_s: float | None = None
     continues_text: bool = False
     shown_token_ids: tuple[int, ...] = ()
+    embeds: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,8 @@ class GenerationDelta:
     ``text`` is only ever added to, never changed. ``token_ids`` and ``num_output_tokens`` count every sampled token,
     the one that ended the answer too. ``stop_reason`` is the stop string or stop token that ended it, None for the
     model's own end. ``num_cached_tokens`` is known from the first delta on, ``timeline`` from the last. ``made_s``:
-    when the text was made, in monotonic seconds.
+    when the text was made, in monotonic seconds. ``embedding``: the last hidden state of the prompt's last
+    token, float32 numbers as bytes, where one was asked for.
     """
 
     request_id: str
@@ -82,3 +85,4 @@ class GenerationDelta:
     num_cached_tokens: int
     timeline: Timeline | None
     made_s: float = 0.0
+    embedding: bytes | None = None

@@ -130,6 +130,7 @@ def _row(output: TokenOutput) -> tuple[object, ...]:
         output.num_prompt_tokens,
         output.num_cached_tokens,
         output.timeline,
+        output.embedding,
     )
 
 

@@ -159,6 +159,7 @@ def _sequences(request: GenerationRequest, eos_token_ids: tuple[int, ...]) -> tu
         user=request.user,
         cache_salt=request.cache_salt,
         deadline_s=request.deadline_s,
+        embeds=request.embeds,
     )
     others = (
         replace(

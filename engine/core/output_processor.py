@@ -106,6 +106,7 @@ class AnswerProcessor:
             num_cached_tokens=self._num_cached_tokens,
             timeline=replace(self._timeline, finished_s=self._timeline.finished_s or now_s) if ended else None,
             made_s=now_s,
+            embedding=None if output is None else output.embedding,
         )
 
     def _read(self, output: TokenOutput) -> tuple[str, int]:

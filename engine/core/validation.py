@@ -26,9 +26,13 @@ def validate_request(request: GenerationRequest, facts: ModelFacts) -> Generatio
 
     Raises InvalidParameterError naming the field, ContextLengthError with both lengths.
     """
-    num_prompt_tokens = len(request.prompt_token_ids)
-    _require(num_prompt_tokens > 0, "prompt", "The prompt has no tokens; at least one is needed.")
-    _require_token_ids(request.prompt_token_ids, "prompt", facts)
+    if request.embeds:
+        _require(facts.embedding_size is not None, "model", "This model gives no embeddings.")
+    else:
+        _require(facts.writes_text, "model", "This model gives embeddings; it writes no text.")
+    num_prompt_tokens, param = len(request.prompt_token_ids), "input" if request.embeds else "prompt"
+    _require(num_prompt_tokens > 0, param, "The prompt has no tokens; at least one is needed.")
+    _require_token_ids(request.prompt_token_ids, param, facts)
     if num_prompt_tokens >= facts.max_model_len:
         raise ContextLengthError(num_prompt_tokens, facts.max_model_len)
     _require_range("n", request.n, 1, MAX_ANSWERS)

@@ -61,6 +61,7 @@ class GpuModel(PackedModel):
         self.caches = list(self.layers)
         self.sampling = sampling
         self._compiles = compiles
+        self._embeds = loaded.facts.embedding_size is not None
         self._steps: dict[tuple[Layout, bool, Use], StepFunction] = {}
 
     @property
@@ -73,10 +74,11 @@ class GpuModel(PackedModel):
         for layer, version in zip(self.layers, versions, strict=True):
             layer.version = version
 
-    def logits(self, host: HostStep, last_tokens: mx.array) -> mx.array:
-        """Logits [R, vocab] of the step's head rows, lazily. ``last_tokens`` int32 by slot."""
-        (logits,) = self._run(host, last_tokens, samples=False)
-        return logits
+    def logits(self, host: HostStep, last_tokens: mx.array) -> tuple[mx.array, mx.array | None]:
+        """Logits [R, vocab] of the step's head rows, lazily, and of a model that embeds their hidden states [R, width].
+        ``last_tokens`` int32 by slot."""
+        logits, *hidden = self._run(host, last_tokens, samples=False)
+        return logits, hidden[0] if hidden else None
 
     def tokens(self, host: HostStep, last_tokens: mx.array) -> list[mx.array]:
         """Tokens int32 [R] of the head rows, marks of broken rows [R], and ``last_tokens`` with the new ones."""
@@ -117,13 +119,18 @@ class GpuModel(PackedModel):
         def run(upload: mx.array, last_tokens: mx.array, *versions: mx.array) -> list[mx.array]:
             self.versions = versions
             arrays = shape.layout.unpack(upload)
-            logits = self._forward(shape, arrays, last_tokens, use)
-            results = self._choose(logits, arrays, last_tokens) if samples else [logits]
+            logits, hidden = self._forward(shape, arrays, last_tokens, use)
+            if samples:
+                results = self._choose(logits, arrays, last_tokens)
+            else:
+                results = [logits, hidden] if self._embeds and hidden is not None else [logits]
             return [*results, *self.versions]
 
         return run
 
-    def _forward(self, shape: StepShape, arrays: dict[str, mx.array], last_tokens: mx.array, use: Use) -> mx.array:
+    def _forward(
+        self, shape: StepShape, arrays: dict[str, mx.array], last_tokens: mx.array, use: Use
+    ) -> tuple[mx.array, mx.array | None]:
         tokens, positions = [], []
         if shape.num_decode_rows:
             known = arrays["tokens"]
@@ -142,7 +149,7 @@ class GpuModel(PackedModel):
             arrays=arrays,
         )
         with self.products.step(use) if self.products is not None else nullcontext():
-            return self.forward(cast(StepInputs, step))
+            return self.forward_both(cast(StepInputs, step))
 
     def _choose(self, logits: mx.array, arrays: dict[str, mx.array], last_tokens: mx.array) -> list[mx.array]:
         assert self.sampling is not None, "the sampling kernel is off"

@@ -14,6 +14,7 @@ import numpy as np
 
 from engine.batch import BatchRow, SampledToken
 from engine.errors import EngineError, StepFailedError
+from engine.mlx_backend.embeddings import NO_EMBEDDINGS, RowEmbeddings, embeddings_of
 from engine.mlx_backend.filters import Filters, keep_allowed
 from engine.mlx_backend.gpu_inputs import HostStep
 from engine.mlx_backend.gpu_model import GpuModel, remember
@@ -37,11 +38,12 @@ class GpuSamples:
     broken: mx.array
     logprobs: LogprobArrays | None = None
     failures: dict[str, EngineError] = field(default_factory=dict)
+    embeddings: RowEmbeddings = NO_EMBEDDINGS
 
     def arrays(self) -> list[mx.array]:
         """What is to be evaluated with the step."""
         extra = [] if self.logprobs is None else [self.logprobs.chosen, self.logprobs.top_ids, self.logprobs.top]
-        return [self.tokens, self.broken, *extra]
+        return [self.tokens, self.broken, *extra, *self.embeddings.arrays()]
 
     def read(self) -> tuple[dict[str, SampledToken], dict[str, EngineError]]:
         """Wait for the values: tokens, and failures, by request id."""
@@ -50,6 +52,7 @@ class GpuSamples:
         details = {}
         if self.logprobs is not None:
             details = read_logprobs(self.logprobs, [row for _, row in self.rows], tokens)
+        embeddings = self.embeddings.read()
         sampled: dict[str, SampledToken] = {}
         failures = dict(self.failures)
         for i, (place, row) in enumerate(self.rows):
@@ -58,7 +61,8 @@ class GpuSamples:
             if broken[place]:
                 failures[row.request_id] = StepFailedError("The model's logits for this request are not numbers.")
             else:
-                sampled[row.request_id] = SampledToken(tokens[i], details.get(i))
+                embedding = embeddings.get(row.request_id)
+                sampled[row.request_id] = SampledToken(tokens[i], details.get(i), embedding)
         return sampled, failures
 
 
@@ -74,18 +78,19 @@ class GpuSampler:
     def sample(self, model: GpuModel, host: HostStep) -> GpuSamples:
         """Run ``model`` on ``host`` and choose tokens, lazily; the newest ones stay in ``last_tokens`` by slot."""
         rows = tuple((i, row) for i, row in enumerate(host.head_rows) if row is not None and row.samples)
-        asks_more = any(_asks_more(row.sampling) for _, row in rows)
+        asks_more = any(row.embeds or _asks_more(row.sampling) for _, row in rows)
         if model.sampling is not None and not asks_more:
             tokens, broken, self.last_tokens = model.tokens(host, self.last_tokens)
             return GpuSamples(rows, tokens, broken)
-        logits = model.logits(host, self.last_tokens).astype(mx.float32)
+        raw, hidden = model.logits(host, self.last_tokens)
+        logits = raw.astype(mx.float32)
         allowed, failures = self._guides.constrain(self._adjust(logits, rows), rows)
         tokens, broken = draw(allowed, host, model.sampling)
         at = mx.array([place for place, _ in rows], mx.int32)
         logprobs = logprobs_of(logits[at], tokens[at], [row for _, row in rows]) if rows else None
         head_slots = host.shape.layout.unpack(host.upload)["head_slots"]
         self.last_tokens = remember(self.last_tokens, head_slots, tokens)
-        return GpuSamples(rows, tokens, broken, logprobs, failures)
+        return GpuSamples(rows, tokens, broken, logprobs, failures, embeddings_of(hidden, rows))
 
     def forget(self, request_ids: Sequence[str]) -> None:
         """Drop what is kept for requests that ended or were preempted."""

@@ -19,6 +19,7 @@ from engine.config import require_context
 from engine.errors import UnsupportedModelError
 from engine.interfaces import ModelFacts
 from engine.mlx_backend.adapters import apply_adapter
+from engine.mlx_backend.bare_decoders import model_classes
 from engine.mlx_backend.cache_layout import inspect_caches
 from engine.mlx_backend.dense import make_dense
 from engine.mlx_backend.device import Backend, choose_backend, device_facts, shortcomings, use_backend
@@ -118,7 +119,7 @@ def _load(source: ModelSource, backend: Backend) -> tuple[Model, dict[str, Any],
 
 def _from_folder(path: Path) -> tuple[Model, dict[str, Any]]:
     try:
-        model, config = load_folder(path, lazy=True)
+        model, config = load_folder(path, lazy=True, get_model_classes=model_classes)
     except FileNotFoundError as error:
         raise UnsupportedModelError(f"{path} holds no safetensors.", "convert it with mlx_lm.convert") from error
     except (ValueError, KeyError, TypeError) as error:

@@ -42,6 +42,7 @@ with _file_limit_kept():
         make_prompt_cache,
     )
     from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+    from mlx_lm.utils import _get_classes as find_model_classes
     from mlx_lm.utils import load_adapters, load_model
 
 Model: TypeAlias = Any
@@ -57,6 +58,7 @@ __all__ = [
     "QuantizedSwitchLinear",
     "RotatingKVCache",
     "SwitchLinear",
+    "find_model_classes",
     "load_adapters",
     "load_model",
     "make_prompt_cache",

@@ -18,7 +18,9 @@ import numpy as np
 from engine.batch import BatchRow, StepBatch, StepOutput
 from engine.interfaces import ModelFacts
 from engine.mlx_backend.activations import measure_activation_bytes
+from engine.mlx_backend.embeddings import embeddings_of
 from engine.mlx_backend.loaded_model import LoadedModel
+from engine.mlx_backend.packed_model import PackedModel
 from engine.mlx_backend.row_guides import RowGuides
 from engine.mlx_backend.sampler import Sampler, Samples
 from engine.mlx_backend.step_clock import StepClock
@@ -111,19 +113,19 @@ class MlxModelRunner:
             model.copy_blocks(batch.block_copies)
         self._clear_tainted_blocks(model, batch)
         step = model.build(batch, self._last_tokens)
-        logits = model.forward(step)
-        samples = self._sample(logits, step.sampling_rows) if step.sampling_rows else None
+        logits, hidden = model.forward_both(step) if isinstance(model, PackedModel) else (model.forward(step), None)
+        samples = self._sample(logits, hidden, step.sampling_rows) if step.sampling_rows else None
         done = samples.tokens if samples is not None else model.marker()
         produced = samples.arrays() if samples is not None else [done]
         mx.async_eval([*model.state(), *self._sampler.state(), self._last_tokens, *produced])  # type: ignore[no-untyped-call]
         self._chunk_in_flight = any(row.num_tokens > 1 for row in batch.rows)
         return _PendingStep(batch.step_index, samples, done, self._clock, self._tainted_blocks)
 
-    def _sample(self, logits: mx.array, rows: tuple[BatchRow, ...]) -> Samples:
+    def _sample(self, logits: mx.array, hidden: mx.array | None, rows: tuple[BatchRow, ...]) -> Samples:
         slots = mx.array(np.array([row.slot for row in rows], dtype=np.int32))
         samples = self._sampler.sample(logits, rows, self._last_tokens[slots])
         self._last_tokens[slots] = samples.tokens.astype(mx.int32)
-        return samples
+        return dataclasses.replace(samples, embeddings=embeddings_of(hidden, tuple(enumerate(rows))))
 
     def release(self, request_ids: Sequence[str]) -> None:
         """Forget what is held for requests that finished or were preempted."""

@@ -22,13 +22,15 @@ _DECODER_NAMES = ("model", "transformer", "backbone")
 
 
 class RowSelector:
-    """Says which rows of the decoder's output go on to the head; ``used`` tells that the decoder obeyed."""
+    """Says which rows of the decoder's output go on to the head; ``used`` tells that the decoder obeyed, and
+    ``selected`` is what it gave."""
 
-    __slots__ = ("rows", "used")
+    __slots__ = ("rows", "selected", "used")
 
     def __init__(self) -> None:
         self.rows: mx.array | None = None
         self.used = False
+        self.selected: mx.array | None = None
 
     def chosen(self, logits: mx.array, rows: mx.array) -> mx.array:
         """Logits ``[R, vocab]`` of ``rows`` from what the model returned."""
@@ -47,7 +49,8 @@ class _SelectsRows:
         if selector.rows is None or not isinstance(hidden, mx.array):
             return hidden
         selector.used = True
-        return hidden.reshape(-1, 1, hidden.shape[-1])[selector.rows]
+        selector.selected = hidden.reshape(-1, 1, hidden.shape[-1])[selector.rows]
+        return selector.selected
 
 
 class PackedModel:
@@ -82,15 +85,21 @@ class PackedModel:
 
     def forward(self, step: StepInputs) -> mx.array:
         """Logits ``[R, vocab]`` of the sampling rows, lazily; the pools hold the step's keys and values afterwards."""
+        logits, _ = self.forward_both(step)
+        return logits
+
+    def forward_both(self, step: StepInputs) -> tuple[mx.array, mx.array | None]:
+        """The same, and the hidden states ``[R, width]`` that they were made of; None where no decoder was found."""
         self._holder.inputs = step
         self._selector.rows, self._selector.used = step.head_rows, False
         on_cpu = mx.default_device().type == mx.cpu
         try:
             with cpu_activations.in_step() if on_cpu else nullcontext():
                 logits: mx.array = self._model(step.tokens, cache=self.caches)
+            hidden = self._selector.selected
         finally:
-            self._holder.inputs = self._selector.rows = None
-        return self._selector.chosen(logits, step.head_rows)
+            self._holder.inputs = self._selector.rows = self._selector.selected = None
+        return self._selector.chosen(logits, step.head_rows), None if hidden is None else hidden[:, -1]
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Copy whole blocks of every layer."""
@@ -121,10 +130,15 @@ class PackedModel:
         self.caches.clear()
 
 
+def find_decoder(model: Model) -> Model | None:
+    """The part of ``model`` that makes hidden states, without the head."""
+    owner = model.get("language_model", model)
+    return next((owner[name] for name in _DECODER_NAMES if owner.get(name) is not None), None)
+
+
 def select_rows_in(model: Model) -> RowSelector:
     """Let the decoder inside ``model`` drop rows. Where none is found the returned selector is never used."""
-    owner = model.get("language_model", model)
-    decoder = next((owner[name] for name in _DECODER_NAMES if owner.get(name) is not None), None)
+    decoder = find_decoder(model)
     if decoder is None:
         return RowSelector()
     if not isinstance(decoder, _SelectsRows):

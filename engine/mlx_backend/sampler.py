@@ -17,6 +17,7 @@ import numpy as np
 
 from engine.batch import BatchRow, SampledToken
 from engine.errors import EngineError, StepFailedError
+from engine.mlx_backend.embeddings import NO_EMBEDDINGS, RowEmbeddings
 from engine.mlx_backend.filters import Filters, keep_allowed
 from engine.mlx_backend.noise import gumbel, row_keys
 from engine.mlx_backend.penalties import TokenHistory, adjust, is_adjusted
@@ -39,7 +40,7 @@ class LogprobArrays:
 class Samples:
     """A sampling call's result, not evaluated yet: ``tokens`` uint32 ``[R]``, ``broken`` bool ``[R]``.
 
-    ``failures``: rows that cannot go on, whatever their logits.
+    ``failures``: rows that cannot go on, whatever their logits. ``embeddings``: of rows that want them.
     """
 
     rows: tuple[BatchRow, ...]
@@ -47,19 +48,21 @@ class Samples:
     broken: mx.array
     logprobs: LogprobArrays | None
     failures: dict[str, EngineError] = field(default_factory=dict)
+    embeddings: RowEmbeddings = NO_EMBEDDINGS
 
     def arrays(self) -> list[mx.array]:
         """What is to be evaluated with the step."""
         extra = [] if self.logprobs is None else [self.logprobs.chosen, self.logprobs.top_ids, self.logprobs.top]
-        return [self.tokens, self.broken, *extra]
+        return [self.tokens, self.broken, *extra, *self.embeddings.arrays()]
 
     def read(self) -> tuple[dict[str, SampledToken], dict[str, EngineError]]:
         """Wait for the values: tokens, and failures, by request id."""
         tokens: list[int] = self.tokens.tolist()  # type: ignore[assignment]
         broken: list[bool] = self.broken.tolist()  # type: ignore[assignment]
         details = {} if self.logprobs is None else read_logprobs(self.logprobs, self.rows, tokens)
+        embeddings = self.embeddings.read()
         sampled = {
-            row.request_id: SampledToken(token, details.get(i))
+            row.request_id: SampledToken(token, details.get(i), embeddings.get(row.request_id))
             for i, (row, token) in enumerate(zip(self.rows, tokens, strict=True))
             if not broken[i]
         }

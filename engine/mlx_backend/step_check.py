@@ -61,7 +61,7 @@ def _distances(loaded: LoadedModel, block_size: int, factory: KernelFactory, tun
     distances = []
     for batch in _batches(loaded.facts.vocab_size, blocks_per_row):
         host, step = inputs.build(batch), plain.inputs.build(batch)
-        got = _by_request(host.head_rows, ours.logits(host, last_tokens))
+        got = _by_request(host.head_rows, ours.logits(host, last_tokens)[0])
         wanted = _by_request(step.sampling_rows, plain.forward(step))
         mx.eval(ours.versions, plain.state())
         distances += [_distance(got[name], wanted[name]) for name in wanted]

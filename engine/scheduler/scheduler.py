@@ -303,6 +303,7 @@ class Scheduler:
             num_prompt_tokens=request.num_prompt_tokens,
             num_cached_tokens=request.num_cached_tokens,
             timeline=request.timeline(None if reason is None else now_s) if is_first or reason else None,
+            embedding=sampled.embedding,
         )
 
     def _fail(self, request: Request, error: EngineError, now_s: float) -> TokenOutput:

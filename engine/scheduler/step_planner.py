@@ -146,6 +146,7 @@ class StepPlanner:
             seed=request.seed,
             samples=samples,
             output_index=num_known - request.num_prompt_tokens,
+            embeds=request.asked.embeds,
         )
         request.num_computed_tokens = start + num_tokens
         if samples:

@@ -3,7 +3,8 @@
 Owns: grammars of all kinds as llguidance reads them, their refusal in a client's words, one matcher per request.
 Must not know: logits, rows, how a mask reaches the device.
 
-White space between JSON tokens is bounded: a model left free to indent may do nothing else until its last token.
+White space between JSON tokens is bounded to what people write, a space or an indented new line: a model left free to
+indent may do nothing else until its last token.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 # Not left to a schema's own "x-guidance", which could switch off that unknown keywords are refused.
 _JSON_OPTIONS: JsonCompileOptions = {
-    "whitespace_pattern": r"(?:\n[ \t]{0,64}|[ \t]{1,64})",
+    "whitespace_pattern": r"(?: |\n(?: {0,32}|\t{0,8}))",
     "whitespace_flexible": True,
     "lenient": False,
     "coerce_one_of": False,

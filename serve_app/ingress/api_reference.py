@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from serve_app.ingress.anthropic_types import MessagesRequest
+from serve_app.ingress.embeddings import EmbeddingsRequest
 from serve_app.ingress.openai_types import ChatCompletionRequest, CompletionRequest
 from serve_app.ingress.responses_types import ResponsesRequest
 
@@ -21,6 +22,7 @@ ENDPOINTS: tuple[tuple[str, type[BaseModel]], ...] = (
     ("POST /v1/completions", CompletionRequest),
     ("POST /v1/responses", ResponsesRequest),
     ("POST /v1/messages", MessagesRequest),
+    ("POST /v1/embeddings", EmbeddingsRequest),
 )
 _INTRODUCTION = """\
 # The HTTP API, field by field
@@ -35,8 +37,8 @@ of date.
 Any optional field may be null, which means the same as leaving it out. A field that is not listed is refused with 400
 and the closest known name.
 
-`/v1/messages/count_tokens` takes the fields of `/v1/messages` that shape the prompt. `/v1/embeddings` is refused with
-400: the served models write text.
+`/v1/messages/count_tokens` takes the fields of `/v1/messages` that shape the prompt. `/v1/embeddings` is answered by
+models that give embeddings (`embeddings` in the engine's configuration) and refused with 400 by the others.
 """
 _RANGES = {
     "minimum": "at least {}",

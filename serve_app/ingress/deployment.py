@@ -41,6 +41,7 @@ class Ingress:
             self._config.ingress.cors_origins,
             # Serve's proxy does; with ours the header would stand there twice.
             echoes_request_ids=False,
+            name=serve.get_replica_context().replica_id.unique_id,
         )
         # Serve puts plain-text error handlers of its own into an application that has a place for them; this has none.
         return build_http_app(self._fleet, settings, KeyBook(self._config.keys, self._door()))

@@ -1,4 +1,4 @@
-"""The addresses that generate: OpenAI's three, Anthropic's two; and the one that cannot be answered.
+"""The addresses that compute: OpenAI's four, Anthropic's two.
 
 Owns: which request becomes which call, and in which shape it is answered. Must not know: Ray.
 """
@@ -11,16 +11,15 @@ import uuid
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from serve_app import errors
 from serve_app.ingress.answers import AnswerHead, AnswerShape, ChatShape, CompletionShape
 from serve_app.ingress.anthropic import CountShape, MessageShape, count_call, messages_call
 from serve_app.ingress.anthropic_types import CountTokensRequest, MessagesRequest
 from serve_app.ingress.auth import key_in
+from serve_app.ingress.embeddings import EmbeddingResponse, EmbeddingsRequest, embeddings_call
 from serve_app.ingress.fleet import Fleet, find_model
 from serve_app.ingress.openai_types import (
     ChatCompletionRequest,
     CompletionRequest,
-    EmbeddingsRequest,
     GenerationRequest,
 )
 from serve_app.ingress.primed import ResponseLimits, StreamedResponse, WholeResponse
@@ -42,7 +41,11 @@ class Generation:
     def respond(self, call: GenerateCall, shape: AnswerShape, *, stream: bool) -> Response:
         """Return the response that opens ``call`` when it is sent."""
         kind = StreamedResponse if stream else WholeResponse
-        return kind(call, self._fleet.open, shape, self._limits)
+        return kind(call, self._fleet.open, self._limits, shape)
+
+    def embed(self, call: GenerateCall, *, as_base64: bool) -> Response:
+        """Return the response that opens ``call``, which embeds, when it is sent."""
+        return EmbeddingResponse(call, self._fleet.open, self._limits, as_base64=as_base64)
 
     def context(self, request: Request, prefix: str, model: str) -> CallContext:
         """What the call needs besides its body. Raises ModelUnknownError."""
@@ -58,7 +61,7 @@ class Generation:
         )
 
 
-def add_openai_routes(app: FastAPI, generation: Generation, fleet: Fleet) -> None:
+def add_openai_routes(app: FastAPI, generation: Generation) -> None:
     """Add the chat, completions, responses and embeddings addresses."""
 
     @app.post("/v1/chat/completions", response_class=Response)
@@ -78,9 +81,9 @@ def add_openai_routes(app: FastAPI, generation: Generation, fleet: Fleet) -> Non
         return generation.respond(call, ResponseShape(_plain_head(call), body), stream=bool(body.stream))
 
     @app.post("/v1/embeddings", response_class=Response)
-    async def embeddings(body: EmbeddingsRequest) -> Response:
-        name = find_model(fleet, body.model).name
-        raise errors.UnsupportedParameterError(f"The model `{name}` writes text; it gives no embeddings.", "model")
+    async def embeddings(body: EmbeddingsRequest, request: Request) -> Response:
+        call = embeddings_call(body, generation.context(request, "embd", body.model))
+        return generation.embed(call, as_base64=body.encoding_format == "base64")
 
 
 def add_anthropic_routes(app: FastAPI, generation: Generation) -> None:

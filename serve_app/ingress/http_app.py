@@ -34,13 +34,14 @@ NUM_DECISIONS_SHOWN = 20
 
 @dataclass(frozen=True, slots=True)
 class HttpSettings:
-    """What the HTTP side needs of the configuration."""
+    """What the HTTP side needs of the configuration. ``name``: what this ingress is called in its status."""
 
     max_body_bytes: int
     request_timeout_s: float
     keep_alive_s: float
     cors_origins: tuple[str, ...] = ()
     echoes_request_ids: bool = True
+    name: str = ""
 
 
 class ErrorObject(BaseModel):
@@ -70,10 +71,10 @@ def build_http_app(fleet: Fleet, settings: HttpSettings, book: KeyBook | None = 
     )
     _add_error_handlers(app)
     generation = Generation(fleet, ResponseLimits(settings.request_timeout_s, settings.keep_alive_s))
-    add_openai_routes(app, generation, fleet)
+    add_openai_routes(app, generation)
     add_anthropic_routes(app, generation)
     _add_models(app, fleet)
-    _add_status(app, fleet, book)
+    _add_status(app, fleet, book, settings.name)
     guarded: ASGIApp = KeyGuard(BodyLimit(app, settings.max_body_bytes), book)
     if settings.cors_origins:
         # Outermost: a browser asks whether it may ask before it sends any key.
@@ -98,7 +99,7 @@ def _add_models(app: FastAPI, fleet: Fleet) -> None:
         return _model_object(find_model(fleet, name))
 
 
-def _add_status(app: FastAPI, fleet: Fleet, book: KeyBook) -> None:
+def _add_status(app: FastAPI, fleet: Fleet, book: KeyBook, name: str) -> None:
     @app.get("/health")
     async def health() -> JSONResponse:
         """200 when at least one replica would compute a request now."""
@@ -113,6 +114,7 @@ def _add_status(app: FastAPI, fleet: Fleet, book: KeyBook) -> None:
     async def status() -> dict[str, Any]:
         """Everything that every replica says of itself, and what this ingress chose last; null is unknown."""
         return {
+            "ingress": name,
             "models": [{"name": model.name, "aliases": list(model.aliases)} for model in fleet.models],
             "replicas": [asdict(replica) for replica in await fleet.statuses()],
             "keys": await book.door.usage(),

@@ -216,16 +216,6 @@ class CompletionRequest(GenerationRequest):
         return count
 
 
-class EmbeddingsRequest(WireModel):
-    """POST /v1/embeddings."""
-
-    model: Annotated[Text, Field(min_length=1)]
-    input: Any
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    user: Text | None = None
-
-
 def read_prompts(value: Any) -> tuple[str | tuple[int, ...], ...]:
     """Return the prompts in any of the four shapes that OpenAI allows."""
     if isinstance(value, str) or _is_token_list(value):

@@ -53,18 +53,16 @@ class PrimedResponse(Response, ABC):
         self,
         call: GenerateCall,
         open_call: Callable[[GenerateCall], CallStream],
-        shape: AnswerShape,
         limits: ResponseLimits,
     ) -> None:
         super().__init__()
         self._call = call
         self._open_call = open_call
-        self._shape = shape
         self._limits = limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, until the answer is complete or the client has left."""
-        answering = asyncio.create_task(self._answer(_Sender(send, scope["path"]), scope.get(NOTE_KEY)))
+        answering = asyncio.create_task(self._answer(Sender(send, scope["path"]), scope.get(NOTE_KEY)))
         leaving = asyncio.create_task(_client_left(receive))
         try:
             await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -74,10 +72,10 @@ class PrimedResponse(Response, ABC):
             await asyncio.gather(answering, leaving, return_exceptions=True)
 
     @abstractmethod
-    async def write(self, messages: AsyncIterator[Deltas], sender: _Sender) -> None:
+    async def write(self, messages: AsyncIterator[Deltas], sender: Sender) -> None:
         """Send the answer."""
 
-    async def _answer(self, sender: _Sender, note: Callable[[Deltas], None] | None) -> None:
+    async def _answer(self, sender: Sender, note: Callable[[Deltas], None] | None) -> None:
         try:
             async with asyncio.timeout(self._limits.timeout_s), self._open_call(self._call) as messages:
                 sender.more_headers = partial(_routing_headers, messages)
@@ -93,10 +91,24 @@ class PrimedResponse(Response, ABC):
             await sender.fail(answer)
 
 
-class StreamedResponse(PrimedResponse):
+class ShapedResponse(PrimedResponse, ABC):
+    """Base: an answer in the shape of one endpoint."""
+
+    def __init__(
+        self,
+        call: GenerateCall,
+        open_call: Callable[[GenerateCall], CallStream],
+        limits: ResponseLimits,
+        shape: AnswerShape,
+    ) -> None:
+        super().__init__(call, open_call, limits)
+        self._shape = shape
+
+
+class StreamedResponse(ShapedResponse):
     """The answer as server-sent events."""
 
-    async def write(self, messages: AsyncIterator[Deltas], sender: _Sender) -> None:
+    async def write(self, messages: AsyncIterator[Deltas], sender: Sender) -> None:
         """Send each message's chunks together, and a comment where nothing came for long."""
         async with aclosing(with_silences(messages, self._limits.keep_alive_s)) as arriving:
             async for message in arriving:
@@ -108,10 +120,10 @@ class StreamedResponse(PrimedResponse):
         return b"".join(sse.event(chunk, named=named) for chunk in self._shape.chunks(message))
 
 
-class WholeResponse(PrimedResponse):
+class WholeResponse(ShapedResponse):
     """The answer as one JSON object."""
 
-    async def write(self, messages: AsyncIterator[Deltas], sender: _Sender) -> None:
+    async def write(self, messages: AsyncIterator[Deltas], sender: Sender) -> None:
         """Wait for the last message, then send."""
         received = [message async for message in messages]
         body = json.dumps(self._shape.whole(received), ensure_ascii=False).encode("utf-8", "replace")
@@ -148,8 +160,8 @@ class _End:
 _END = _End()
 
 
-class _Sender:
-    """Writes one HTTP response and knows whether it has begun."""
+class Sender:
+    """Writes one HTTP response and knows whether it has begun. ``more_headers``: what is known when it begins."""
 
     def __init__(self, send: Send, path: str) -> None:
         self._send = send
@@ -158,6 +170,7 @@ class _Sender:
         self.more_headers: Callable[[], Mapping[str, str]] = dict
 
     async def stream(self, body: bytes, last: bool = False) -> None:
+        """Send a piece of a stream of events."""
         if not self.started:
             await self._start(
                 200, {"content-type": sse.CONTENT_TYPE, "cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -165,6 +178,7 @@ class _Sender:
         await self._send({"type": "http.response.body", "body": body, "more_body": not last})
 
     async def whole(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
+        """Send a whole answer in JSON."""
         length = {"content-type": "application/json", "content-length": str(len(body))}
         await self._start(status, {**length, **headers})
         await self._send({"type": "http.response.body", "body": body, "more_body": False})

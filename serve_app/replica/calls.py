@@ -13,6 +13,7 @@ from engine.core.generation import GenerationDelta
 from engine.text.tokenizer import Tokenizer
 from serve_app.protocol import Deltas, GenerateCall, Usage
 from serve_app.replica.admission_batcher import AdmissionBatcher
+from serve_app.replica.embedding import embed, require_embeddings
 from serve_app.replica.fold import CallFolder
 from serve_app.replica.prompts import PreparedCall, ReceivedCall, echo_texts, prepare_calls, require_room_in_queue
 from serve_app.replica.stream import batches
@@ -63,6 +64,11 @@ class CallRunner:
                 prepared = await self._prepare(opened)
                 yield Deltas((), Usage(sum(len(request.prompt_token_ids) for request in prepared.requests)))
                 return
+            if call.embeds:
+                async with aclosing(await self._embed(opened)) as vectors:
+                    async for message in vectors:
+                        yield message
+                return
             folder, streams = await self._open(opened)
             async with aclosing(batches(streams, self._flush_interval_s)) as arriving:
                 async for arrived in arriving:
@@ -88,6 +94,20 @@ class CallRunner:
         echo = echo_texts(call, self._tokenizer) if call.echo else ()
         folder = CallFolder(self._tokenizer, call.num_prompts, call.n, echo, prepared.reading)
         return folder, [self._engine.generate(request) for request in prepared.requests]
+
+    async def _embed(self, opened: OpenCall) -> AsyncGenerator[Deltas, None]:
+        call, status = opened.call, self._engine.status()
+        require_embeddings(call, status.model)
+        prepared = await self._prepare(opened)
+        opened.prepared([request.request_id for request in prepared.requests])
+        return embed(
+            self._engine,
+            prepared.requests,
+            dimensions=call.dimensions,
+            num_at_once=status.scheduler.slots,
+            flush_interval_s=self._flush_interval_s,
+            note=opened.note,
+        )
 
     async def _prepare(self, opened: OpenCall) -> PreparedCall:
         return await self._batcher.prepare(ReceivedCall(opened.call, opened.received_s))

@@ -155,6 +155,7 @@ def _finish(draft: _Draft, encoded: _Encoded, max_model_len: int) -> PreparedCal
             deadline_s=None if call.timeout_s is None else draft.received_s + call.timeout_s,
             continues_text=bool(call.template_variables.get("continue_final_message")),
             shown_token_ids=plan.shown_token_ids,
+            embeds=call.embeds,
         )
         for index, token_ids in enumerate(prompts)
     )
@@ -169,4 +170,6 @@ def _require_room(token_ids: Sequence[int], max_model_len: int, param: str) -> N
 
 
 def _field(call: GenerateCall) -> str:
-    return "messages" if call.messages else "prompt"
+    if call.messages:
+        return "messages"
+    return "input" if call.embeds else "prompt"

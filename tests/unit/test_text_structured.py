@@ -140,14 +140,18 @@ def test_random_answers_of_other_kinds() -> None:
 
 
 def test_white_space_is_bounded() -> None:
-    matcher = compiler().matcher(Grammar("json_object"))
-    matcher.accept(tokenizer().encode("{")[0])
-    (space,) = tokenizer().encode(" ")
-    num_spaces = 0
-    while space in allowed(matcher):
-        matcher.accept(space)
-        num_spaces += 1
-    assert num_spaces == 64
+    (space,), (line,), (tab,) = (tokenizer().encode(text) for text in " \n\t")
+    for before, repeated, most in (((), space, 1), ((line,), space, 32), ((line,), tab, 8)):
+        matcher = compiler().matcher(Grammar("json_object"))
+        matcher.accept(tokenizer().encode("{")[0])
+        for token in before:
+            matcher.accept(token)
+        count = 0
+        while repeated in allowed(matcher):
+            matcher.accept(repeated)
+            count += 1
+        assert count == most
+        assert not {space, line, tab} & set(allowed(matcher))
     assert accepts(Grammar("json_object"), '{\n    "a": [\n        1\n    ]\n}')
     assert not accepts(Grammar("json_object"), "{\n\n}")
     assert not accepts(schema_grammar({"x-guidance": {"whitespace_pattern": "[x]"}}), "{x}")
