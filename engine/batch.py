@@ -29,6 +29,9 @@ class BatchRow:
     ``block_ids[p // block_size]``.
     With a step in flight the last computed token may not be known to the host yet: then ``token_ids`` is exactly one
     shorter than ``start + num_tokens`` and the runner takes the token that it sampled last for this request.
+    ``draft_token_ids`` are guesses at the tokens that follow the newest one: the row computes them as its last
+    positions and samples after each of them and after the newest token. They count in ``num_tokens``, and are in no
+    list.
     ``samples`` is True when the row's last position is the request's newest token, so that its logits choose the next
     one; ``output_index`` is that next token's index in the answer (it drives the row's random stream). ``embeds``: what
     the model makes of the last position is wanted besides.
@@ -46,6 +49,7 @@ class BatchRow:
     samples: bool
     output_index: int
     embeds: bool = False
+    draft_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +108,12 @@ class SampledToken:
 class StepOutput:
     """Result of a step: a token for every row with ``samples`` (or a failure), and how long the step took.
 
-    ``failures`` concern single rows; the other rows' results are right.
+    ``failures`` concern single rows; the other rows' results are right. ``further_tokens`` of a row with guesses: one
+    more token for each guess that came true before the first that did not.
     """
 
     step_index: int
     tokens: Mapping[str, SampledToken]
     elapsed_s: float
     failures: Mapping[str, EngineError] = field(default_factory=dict)
+    further_tokens: Mapping[str, tuple[SampledToken, ...]] = field(default_factory=dict)

@@ -36,6 +36,7 @@ from engine.mlx_backend.runners import make_runner
 from engine.mlx_backend.step_model import StepForm
 from engine.model_source import ModelSource, resolve_model
 from engine.scheduler.scheduler import Scheduler, SchedulerConfig
+from engine.scheduler.speculation import MAX_DRAFT_TOKENS
 from engine.text.structured import GrammarCompiler
 from engine.text.tokenizer import load_tokenizer
 
@@ -162,6 +163,7 @@ def _scheduler_config(
         revision=source.revision,
         max_steps_in_flight=runner.max_steps_in_flight,
         num_state_snapshots=plan.num_state_snapshots if _keeps_state(runner) else None,
+        max_draft_tokens=MAX_DRAFT_TOKENS if config.speculation == "auto" and runner.facts.verifies_drafts else 0,
     )
 
 

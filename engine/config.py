@@ -66,6 +66,7 @@ class EngineConfig(_Section):
     ``profile``: a file of `metalslots bench profile`, whose measured gain caps automatic slots. ``adapter``: a folder
     that `mlx_lm.lora` wrote, applied to the model. ``embeddings``: "auto" gives them if the model's
     files say that it was made for them, "last-token" takes any model's last hidden state.
+    ``speculation`` "auto": rows that decode carry guesses where measured times say that it pays.
     """
 
     model: str = "demo"
@@ -78,6 +79,7 @@ class EngineConfig(_Section):
     prefill: PrefillConfig = PrefillConfig()
     prefix_cache: Literal["shared", "per-user", "off"] = "shared"
     embeddings: Literal["auto", "last-token", "off"] = "auto"
+    speculation: Literal["auto", "off"] = "auto"
     overcommit: Literal["warn", "refuse"] = "warn"
     profile: str | None = None
     max_waiting_requests: int = Field(default=256, ge=0)

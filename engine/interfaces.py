@@ -22,7 +22,8 @@ class ModelFacts:
     saved. ``is_alone``: it is served one sequence at a time, and shares no prefix at all. ``disclosures`` are sentences
     that stay in the status (kernel off, parity unchecked, slow BLAS). ``guides``: whether answers can be held to a
     grammar or a budget of thinking. ``embedding_size``: numbers of an embedding, None for a model that gives none;
-    ``writes_text`` False for a model that was made for embeddings alone.
+    ``writes_text`` False for a model that was made for embeddings alone. ``verifies_drafts``: whether rows may carry
+    guesses.
     """
 
     name: str
@@ -42,6 +43,7 @@ class ModelFacts:
     is_alone: bool = False
     embedding_size: int | None = None
     writes_text: bool = True
+    verifies_drafts: bool = False
 
 
 class PendingStep(Protocol):
@@ -83,6 +85,7 @@ class SchedulerStats:
     """A moment of the scheduler. Blocks: total = free + cached + held.
 
     ``num_admissions``: times that a request got a slot, ``num_admission_waves``: steps in which that happened.
+    ``num_draft_tokens`` were guessed and tried, ``num_accepted_tokens`` of them came true.
     ``num_unread_tokens``: prompt tokens to compute, of requests that wait and that run. ``prefill_tokens_per_s`` and
     ``usual_answer_s`` (an answer of the usual length, decoded beside what runs now) are learnt from measured steps.
     """
@@ -106,6 +109,8 @@ class SchedulerStats:
     num_failed: int
     num_admissions: int = 0
     num_admission_waves: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     num_unread_tokens: int = 0
     predicted_wait_s: float | None = None
     prefill_tokens_per_s: float | None = None

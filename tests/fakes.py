@@ -40,14 +40,25 @@ def next_token(token_ids: Sequence[int], seed: int, output_index: int, greedy: b
     return int.from_bytes(blake2b(text.encode(), digest_size=4).digest(), "little") % VOCABULARY_SIZE
 
 
-def expected_answer(request: EngineRequest, seed: int | None = None, max_model_len: int = 128) -> tuple[int, ...]:
+def repeating_token(token_ids: Sequence[int], seed: int, output_index: int, greedy: bool) -> int:
+    """A fake model that can be guessed: a few tokens that mostly follow from the two before, so that texts repeat."""
+    text = repr((list(token_ids[-2:]), output_index % 7 == 3 and (len(token_ids), None if greedy else seed)))
+    return 1 + int.from_bytes(blake2b(text.encode(), digest_size=4).digest(), "little") % 5
+
+
+def expected_answer(
+    request: EngineRequest,
+    seed: int | None = None,
+    max_model_len: int = 128,
+    choose: Callable[[Sequence[int], int, int, bool], int] = next_token,
+) -> tuple[int, ...]:
     """The answer that a request gets alone. ``seed`` is needed for a sampled request that names none."""
     sampling = request.sampling
     seed = sampling.seed if seed is None else seed
     token_ids = list(request.prompt_token_ids)
     answer: list[int] = []
     while len(answer) < sampling.max_tokens and len(token_ids) < max_model_len:
-        token = next_token(token_ids, 0 if seed is None else seed, len(answer), sampling.greedy)
+        token = choose(token_ids, 0 if seed is None else seed, len(answer), sampling.greedy)
         token_ids.append(token)
         answer.append(token)
         if (token == EOS and not sampling.ignore_eos) or token in sampling.stop_token_ids:
@@ -89,6 +100,7 @@ class FakeRunner:
     faults: dict[int, Exception | dict[str, EngineError]] = field(default_factory=dict)
     checks_kv: bool = True
     num_state_entries: int = 0
+    choose: Callable[[Sequence[int], int, int, bool], int] = next_token
     batches: list[StepBatch] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
     closed: bool = False
@@ -121,7 +133,10 @@ class FakeRunner:
         assert not self.closed
         assert len(self._queue) < self.max_steps_in_flight, "more steps in flight than the runner allows"
         step = FakePendingStep(
-            self, batch, [list(row.token_ids) for row in batch.rows], [list(row.block_ids) for row in batch.rows]
+            self,
+            batch,
+            [[*row.token_ids, *row.draft_token_ids] for row in batch.rows],
+            [list(row.block_ids) for row in batch.rows],
         )
         self._check_rows(step)
         self.batches.append(batch)
@@ -160,6 +175,7 @@ class FakeRunner:
             assert len(block_ids) * self.block_size >= end, "the block table is too short"
             assert all(0 <= block_id < self.num_blocks for block_id in block_ids)
             num_missing = end - len(token_ids)
+            assert not row.draft_token_ids or (num_missing == 0 and row.samples), "guesses on top of an unknown token"
             assert num_missing <= 0 or (num_missing == 1 and row.samples), "the host is too far behind"
 
     def _run(self, step: FakePendingStep, failures: dict[str, EngineError]) -> StepOutput:
@@ -167,7 +183,7 @@ class FakeRunner:
             self._pool[copy.target] = list(self._pool[copy.source])
         for load in step.batch.state_loads:
             self._states[load.slot] = list(self._states[load.entry])
-        tokens = {}
+        tokens, further = {}, {}
         for row, token_ids, block_ids in zip(step.batch.rows, step.token_ids, step.block_ids, strict=True):
             end = row.start + row.num_tokens
             is_broken = row.request_id in self._broken
@@ -180,13 +196,24 @@ class FakeRunner:
             if self._states:
                 self._advance_state(step.batch, row, token_ids, is_broken)
             if row.samples and row.request_id not in failures:
-                token = next_token(token_ids[:end], row.seed, row.output_index, row.sampling.greedy)
-                self._last_token[row.request_id] = token
-                wants_logprobs = row.sampling.num_logprobs is not None
-                tokens[row.request_id] = SampledToken(token, TokenLogprobs(token, -1.0) if wants_logprobs else None)
+                tokens[row.request_id], *rest = self._sample(row, token_ids)
+                further[row.request_id] = tuple(rest)
         elapsed_s = self.step_time(step.batch)
         self.clock.advance(elapsed_s)
-        return StepOutput(step.batch.step_index, tokens, elapsed_s, failures)
+        return StepOutput(step.batch.step_index, tokens, elapsed_s, failures, further)
+
+    def _sample(self, row: BatchRow, token_ids: list[int]) -> list[SampledToken]:
+        """After the newest token, and after each guess as long as they come true."""
+        sampled: list[SampledToken] = []
+        first = row.start + row.num_tokens - len(row.draft_token_ids)
+        for index, draft in enumerate((*row.draft_token_ids, None)):
+            token = self.choose(token_ids[: first + index], row.seed, row.output_index + index, row.sampling.greedy)
+            wants_logprobs = row.sampling.num_logprobs is not None
+            sampled.append(SampledToken(token, TokenLogprobs(token, -1.0) if wants_logprobs else None))
+            if token != draft:
+                break
+        self._last_token[row.request_id] = sampled[-1].token_id
+        return sampled
 
     def _advance_state(self, batch: StepBatch, row: BatchRow, token_ids: list[int], is_broken: bool) -> None:
         if row.start == 0:

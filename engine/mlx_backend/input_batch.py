@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.batch import BatchRow, StepBatch
+from engine.mlx_backend.speculation import sampling_places
 
 # Measured on the CPU, fp32, heads of 64: a call of its own costs a row as much as padding 64 positions, and gathering
 # costs as much as attending. So short rows share a call, and long ones avoid the copy.
@@ -153,7 +154,12 @@ class InputBuilder:
         ends = np.cumsum([row.num_tokens for row in rows])
         positions = [np.arange(row.start, row.start + row.num_tokens) for row in rows]
         pool_rows = np.concatenate([self._pool_rows(table, at) for table, at in zip(ordered, positions, strict=True)])
-        head_rows = [end - 1 for row, end in zip(rows, ends, strict=True) if row.samples]
+        head_rows = [
+            end - 1 - back
+            for row, end in zip(rows, ends, strict=True)
+            if row.samples
+            for back in range(len(row.draft_token_ids), -1, -1)
+        ]
         return StepInputs(
             tokens=tokens_of_rows(rows, last_tokens)[:, None],
             positions=mx.array(np.concatenate(positions).astype(np.int32)),
@@ -162,7 +168,7 @@ class InputBuilder:
                 for kind in self._kinds
             },
             rows=tuple(rows),
-            sampling_rows=tuple(row for row in rows if row.samples),
+            sampling_rows=tuple(place for row in rows if row.samples for place in sampling_places(row)),
             head_rows=mx.array(np.array(head_rows, dtype=np.int32)),
         )
 
@@ -284,7 +290,7 @@ def tokens_of_rows(rows: Sequence[BatchRow], last_tokens: mx.array | None) -> mx
 
 
 def _tokens_of(row: BatchRow) -> npt.NDArray[np.int32]:
-    tokens = row.token_ids[row.start : row.start + row.num_tokens]
+    tokens = [*row.token_ids[row.start : row.start + row.num_tokens], *row.draft_token_ids]
     if not tokens and row.num_tokens == 1:
         tokens = [_IN_FLIGHT]
     assert len(tokens) == row.num_tokens, f"{row.request_id}: a token of this chunk is not known to the host"

@@ -23,6 +23,7 @@ from engine.mlx_backend.loaded_model import LoadedModel
 from engine.mlx_backend.packed_model import PackedModel
 from engine.mlx_backend.row_guides import RowGuides
 from engine.mlx_backend.sampler import Sampler, Samples
+from engine.mlx_backend.speculation import verify
 from engine.mlx_backend.step_clock import StepClock
 from engine.mlx_backend.step_model import StepForm, StepModel
 
@@ -35,9 +36,10 @@ class _PendingStep:
     """A step whose values are on their way. Holds no pool array: that would make the next step copy the pool."""
 
     def __init__(
-        self, step_index: int, samples: Samples | None, done: mx.array, clock: StepClock, tainted_blocks: set[int]
+        self, batch: StepBatch, samples: Samples | None, done: mx.array, clock: StepClock, tainted_blocks: set[int]
     ) -> None:
-        self._step_index = step_index
+        self._step_index = batch.step_index
+        self._drafting = tuple(row for row in batch.rows if row.draft_token_ids)
         self._samples = samples
         self._done = done
         self._clock = clock
@@ -47,12 +49,13 @@ class _PendingStep:
     def result(self) -> StepOutput:
         """Wait for the step. Raises what its computation raised."""
         mx.eval(self._done)
-        tokens, failures = self._samples.read() if self._samples is not None else ({}, {})
+        read = self._samples.read() if self._samples is not None else ({}, {})
+        tokens, failures, further = verify(self._drafting, *read)
         if self._samples is not None and failures:
             self._tainted_blocks.update(
                 block for row in self._samples.rows if row.request_id in failures for block in row.block_ids
             )
-        return StepOutput(self._step_index, tokens, self._clock.elapsed_s(self._launched_s), failures)
+        return StepOutput(self._step_index, tokens, self._clock.elapsed_s(self._launched_s), failures, further)
 
 
 class MlxModelRunner:
@@ -79,6 +82,7 @@ class MlxModelRunner:
             kv_bytes_per_token=loaded.kv_bytes_per_token(dtype),
             guides=loaded.grammars is not None,
             is_alone=loaded.form is StepForm.SINGLE,
+            verifies_drafts=loaded.form is StepForm.PACKED,
         )
         self._model: StepModel | None = loaded.step_model(
             num_blocks=num_blocks, block_size=block_size, dtype=dtype, num_state_entries=slots + num_state_snapshots
@@ -119,7 +123,7 @@ class MlxModelRunner:
         produced = samples.arrays() if samples is not None else [done]
         mx.async_eval([*model.state(), *self._sampler.state(), self._last_tokens, *produced])  # type: ignore[no-untyped-call]
         self._chunk_in_flight = any(row.num_tokens > 1 for row in batch.rows)
-        return _PendingStep(batch.step_index, samples, done, self._clock, self._tainted_blocks)
+        return _PendingStep(batch, samples, done, self._clock, self._tainted_blocks)
 
     def _sample(self, logits: mx.array, hidden: mx.array | None, rows: tuple[BatchRow, ...]) -> Samples:
         slots = mx.array(np.array([row.slot for row in rows], dtype=np.int32))

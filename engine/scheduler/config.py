@@ -19,7 +19,8 @@ class SchedulerConfig:
     ``target_stall_s``: how long a step may take for a prompt's sake while others are decoding.
     ``max_chunk_tokens``: prompt tokens in one step at most. ``revision`` separates prefix caches of different weights.
     ``max_steps_in_flight``: steps that may be launched before the first result is read. ``num_state_snapshots``: room
-    for saved recurrent states, for models that have any; None for the others.
+    for saved recurrent states, for models that have any; None for the others. ``max_draft_tokens``: guesses that
+    a row may carry along, 0 for none.
     """
 
     slots: int
@@ -36,6 +37,7 @@ class SchedulerConfig:
     revision: str = ""
     max_steps_in_flight: int = 1
     num_state_snapshots: int | None = None
+    max_draft_tokens: int = 0
 
     def __post_init__(self) -> None:
         for name in ("slots", "num_blocks", "block_size", "max_chunk_tokens", "max_steps_in_flight"):

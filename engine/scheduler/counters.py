@@ -23,6 +23,8 @@ class _Totals:
     num_refused: int = 0
     num_cancelled: int = 0
     num_failed: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 @dataclass(slots=True)

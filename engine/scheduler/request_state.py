@@ -18,6 +18,7 @@ from hashlib import blake2b
 from engine.batch import BlockCopy
 from engine.memory.kv_cache_manager import BlockTable
 from engine.request import EngineRequest, Pause, Timeline
+from engine.scheduler.prompt_lookup import DraftRecord
 from engine.scheduler.waiting_time import WaitAccount
 
 NO_SLOT = -1
@@ -64,6 +65,8 @@ class Request:
     ``last_slot``             the slot that it holds, or held last
     ``pauses``                one for each preemption
     ``states``                saved recurrent states, for models that have any
+    ``drafts``                guesses at its next tokens, once there are any
+    ``has_drafts_in_flight``  a launched row carries guesses, so that nobody knows where the next one starts
     """
 
     asked: EngineRequest
@@ -88,6 +91,8 @@ class Request:
     passing: bool = False
     copy_before_start: BlockCopy | None = None
     states: RequestStates = field(default_factory=RequestStates)
+    drafts: DraftRecord | None = None
+    has_drafts_in_flight: bool = False
     admitted_s: float | None = None
     prefill_started_s: float | None = None
     first_token_s: float | None = None

@@ -38,6 +38,7 @@ from engine.scheduler.preemption import IMMUNE_TOKENS, choose_for_blocks
 from engine.scheduler.prefill_turn import PrefillTurn
 from engine.scheduler.request_state import Place, Request, seed_of
 from engine.scheduler.residency import Residency
+from engine.scheduler.speculation import Speculator
 from engine.scheduler.state_snapshots import SavedState
 from engine.scheduler.step_cost import StepCostModel
 from engine.scheduler.step_planner import StepPlanner
@@ -64,6 +65,9 @@ class Scheduler:
         self._residency = Residency(config, self._shares, self._waiting, self._flight)
         self._admission = Admission(config, self._shares, self._waiting, self._residency, self._requests, self._preempt)
         self._cost = StepCostModel(config.target_stall_s, config.max_chunk_tokens)
+        self._speculator = (
+            Speculator(config.max_draft_tokens, config.slots, self._cost) if config.max_draft_tokens else None
+        )
         self._planner = StepPlanner(
             self._waiting,
             self._residency,
@@ -72,6 +76,7 @@ class Scheduler:
             PrefillTurn(self._shares, config.max_chunk_tokens),
             self._cost,
             self._preempt,
+            self._speculator,
         )
         self._counters = Counters()
         self._num_arrivals = 0
@@ -156,7 +161,7 @@ class Scheduler:
     def update(self, batch: StepBatch, output: StepOutput, now_s: float) -> list[TokenOutput]:
         """Take a step's result in. Results for requests that left meanwhile are dropped."""
         step = self._land(batch, now_s)
-        self._cost.observe(step.load, min(output.elapsed_s, step.most_s))
+        self._observe(step, min(output.elapsed_s, step.most_s))
         outputs: list[TokenOutput] = []
         for row, request in zip(batch.rows, step.requests, strict=True):
             saved = step.saved.get(request.arrival, ())
@@ -171,10 +176,11 @@ class Scheduler:
                 self._settle_states(saved, still_runs=False)
                 outputs.append(self._fail(request, error, now_s))
                 continue
-            self._confirm(request, row, now_s)
+            self._confirm(request, row.start, row.start + row.num_tokens - len(row.draft_token_ids), now_s)
             self._settle_states(saved, still_runs=request.place is Place.SLOT)
             if token is not None:
                 outputs.append(self._append(request, token, now_s))
+                outputs += self._append_further(request, row, output.further_tokens.get(row.request_id, ()), now_s)
         return outputs
 
     def fail_batch(self, batch: StepBatch, error: EngineError, now_s: float) -> list[TokenOutput]:
@@ -254,6 +260,7 @@ class Scheduler:
         for row, request in zip(batch.rows, step.requests, strict=True):
             if row.samples:
                 request.num_pending_tokens -= 1
+                request.has_drafts_in_flight = False
         self._residency.settle(step.block_ids, step.released_ids)
         return step
 
@@ -262,9 +269,16 @@ class Scheduler:
             assert self._residency.states is not None
             self._residency.states.landed(each, still_runs)
 
-    def _confirm(self, request: Request, row: BatchRow, now_s: float) -> None:
+    def _observe(self, step: LaunchedStep, elapsed_s: float) -> None:
+        """A step's time teaches what such steps cost."""
+        if step.num_draft_tokens and self._speculator is not None:
+            self._speculator.observe(step.load, step.num_draft_tokens, elapsed_s)
+            self._counters.num_draft_tokens += step.num_draft_tokens
+        else:
+            self._cost.observe(step.load, elapsed_s)
+
+    def _confirm(self, request: Request, start: int, end: int, now_s: float) -> None:
         """Positions of a finished step: charge them, and let others find the blocks that they filled."""
-        end = row.start + row.num_tokens
         num_new = min(end, request.num_prompt_tokens) - request.num_charged_tokens
         if num_new > 0:
             self._shares.charge(request.user, num_new, 0)
@@ -276,8 +290,24 @@ class Scheduler:
         if hashes:
             self._residency.prefills.committed(hashes)
             self._waiting.wake(hashes, now_s)
-        if row.start < request.num_prompt_tokens - 1 <= end:
+        if start < request.num_prompt_tokens - 1 <= end:
             self._waiting.wake((request,), now_s)
+
+    def _append_further(
+        self, request: Request, row: BatchRow, tokens: Sequence[SampledToken], now_s: float
+    ) -> list[TokenOutput]:
+        """Tokens after guesses that came true: each guess was computed as the position before its successor."""
+        outputs: list[TokenOutput] = []
+        first = row.start + row.num_tokens - len(row.draft_token_ids)
+        for position, token in enumerate(tokens, first):
+            if request.place is Place.GONE:
+                break
+            self._counters.num_accepted_tokens += 1
+            if request.place is Place.SLOT:
+                request.num_computed_tokens = position + 1
+                self._confirm(request, position, position + 1, now_s)
+            outputs.append(self._append(request, token, now_s))
+        return outputs
 
     def _append(self, request: Request, sampled: SampledToken, now_s: float) -> TokenOutput:
         """A token of the answer. It may belong to a request that was preempted while its row was in flight."""
@@ -290,6 +320,8 @@ class Scheduler:
             self._counters.first_token(request)
         self._counters.num_output_tokens += 1
         self._shares.charge(request.user, 0, 1)
+        if self._speculator is not None:
+            self._speculator.appended(request, self._residency.num_running)
         logprobs = () if sampled.logprobs is None else (sampled.logprobs,)
         reason = finish_reason(request, self._eos_token_ids)
         if reason is not None:

@@ -15,8 +15,10 @@ from engine.scheduler.admission import Admission
 from engine.scheduler.in_flight import InFlightSteps, LaunchedStep
 from engine.scheduler.preemption import choose_for_blocks
 from engine.scheduler.prefill_turn import PrefillTurn
+from engine.scheduler.prompt_lookup import Guess
 from engine.scheduler.request_state import Place, Request
 from engine.scheduler.residency import Residency
+from engine.scheduler.speculation import Speculator
 from engine.scheduler.state_snapshots import StateSnapshots
 from engine.scheduler.step_cost import StepCostModel, StepLoad, num_causal_pairs
 from engine.scheduler.waiting_room import WaitingRoom
@@ -36,6 +38,7 @@ class StepPlanner:
         turn: PrefillTurn,
         cost: StepCostModel,
         preempt: Callable[[Request, float], None],
+        speculator: Speculator | None = None,
     ) -> None:
         self._waiting = waiting
         self._residency = residency
@@ -44,9 +47,12 @@ class StepPlanner:
         self._turn = turn
         self._cost = cost
         self._preempt = preempt
+        self._speculator = speculator
 
     def plan(self, step_index: int, now_s: float) -> LaunchedStep | None:
         """The next step, or None when there is nothing to compute now."""
+        if self._waits_for_results():
+            return None
         decoding, somebody_left = self._grow_decoding(now_s)
         if somebody_left:
             # Whoever was taken off would be the first to come back for the blocks that were just made free.
@@ -59,15 +65,38 @@ class StepPlanner:
         planned = [*((request, 1) for request in decoding), *chunks]
         if not planned:
             return None
+        drafts = self._drafts(decoding, chunks, load)
         copies: list[BlockCopy] = []
-        rows = tuple([self._take_row(request, num_tokens, copies, now_s) for request, num_tokens in planned])
+        rows = tuple(
+            [
+                self._take_row(request, num_tokens, drafts.get(request.arrival, ()), copies, now_s)
+                for request, num_tokens in planned
+            ]
+        )
         requests = tuple([request for request, _ in planned])
         batch = StepBatch(step_index, rows, tuple(copies))
         step = LaunchedStep(batch, requests, load)
         step.block_ids += [[copy.source] for copy in copies]
+        step.num_draft_tokens = sum(map(len, drafts.values()))
         if self._residency.states is not None:
             _plan_states(self._residency.states, step)
         return step
+
+    def _waits_for_results(self) -> bool:
+        """Whether this step is better chosen when the tokens in flight are known, to carry guesses on top of them."""
+        if self._speculator is None or not len(self._flight) or len(self._waiting):
+            return False
+        return self._speculator.wants_results(self._residency.running())
+
+    def _drafts(self, decoding: Sequence[Request], chunks: Sequence[Chunk], load: StepLoad) -> dict[int, Guess]:
+        """Guesses that the rows carry, by arrival, with blocks for them. None beside prompts, which fill the step."""
+        if self._speculator is None or chunks or any(request.num_pending_tokens for request in decoding):
+            return {}
+        drafts: dict[int, Guess] = {}
+        for request, guess in zip(decoding, self._speculator.choose(decoding, load), strict=True):
+            if guess and self._residency.kv.grow(request.table, request.num_tokens + len(guess)):
+                drafts[request.arrival] = guess
+        return drafts
 
     def _grow_decoding(self, now_s: float) -> tuple[list[Request], bool]:
         """Requests that compute their newest token in this step, with a block for it; and whether anybody had to go."""
@@ -124,7 +153,9 @@ class StepPlanner:
             if not _is_ahead(request) and self._residency.has_room(request)
         ]
 
-    def _take_row(self, request: Request, num_tokens: int, copies: list[BlockCopy], now_s: float) -> BatchRow:
+    def _take_row(
+        self, request: Request, num_tokens: int, drafts: Guess, copies: list[BlockCopy], now_s: float
+    ) -> BatchRow:
         """The request's row in the step that is going out."""
         request.wait.stop(self._waiting.clock, now_s)
         request.row_taken(now_s)
@@ -138,7 +169,7 @@ class StepPlanner:
             request_id=request.asked.request_id,
             slot=request.slot,
             start=start,
-            num_tokens=num_tokens,
+            num_tokens=num_tokens + len(drafts),
             token_ids=request.token_ids,
             block_ids=request.table.block_ids,
             num_prompt_tokens=request.num_prompt_tokens,
@@ -147,7 +178,9 @@ class StepPlanner:
             samples=samples,
             output_index=num_known - request.num_prompt_tokens,
             embeds=request.asked.embeds,
+            draft_token_ids=drafts,
         )
+        request.has_drafts_in_flight = bool(drafts)
         request.num_computed_tokens = start + num_tokens
         if samples:
             request.num_pending_tokens += 1
@@ -168,5 +201,5 @@ def _plan_states(states: StateSnapshots, step: LaunchedStep) -> None:
 
 def _is_ahead(request: Request) -> bool:
     """Whether the request has to wait for a token in flight: it is the last, or the host would be too far behind."""
-    num_allowed = 0 if request.asked.sampling.guided else 1
+    num_allowed = 0 if request.asked.sampling.guided or request.has_drafts_in_flight else 1
     return request.num_pending_tokens > num_allowed or request.ends_with_pending

@@ -95,7 +95,8 @@ class Walk:
         failing = self.concerned_by_faults
         for request_id, request in self.asked.items():
             outputs = self.harness.outputs[request_id]
-            answer, expected = self.harness.answer(request_id), expected_answer(request, max_model_len=MAX_MODEL_LEN)
+            answer = self.harness.answer(request_id)
+            expected = expected_answer(request, max_model_len=MAX_MODEL_LEN, choose=self.harness.runner.choose)
             ended = [output for output in outputs if output.finish_reason is not None]
             if request_id in self.cancelled:
                 assert not ended
