@@ -162,11 +162,14 @@ class ChoiceDelta:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of the whole call. A prompt answered n times counts once."""
+    """Tokens of the whole call. A prompt answered n times counts once. ``num_thinking_tokens`` of the output's were
+    thinking, with the marks around it.
+    """
 
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
+    num_thinking_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,11 +189,15 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Deltas:
-    """One message of an answer: new text of one or more choices. The last message, and only it, has ``usage``."""
+    """One message of an answer: new text of one or more choices. The last message, and only it, has ``usage``.
+
+    ``prompt_usage``: what is known with the first message of a call with one prompt, its tokens.
+    """
 
     choices: tuple[ChoiceDelta, ...]
     usage: Usage | None = None
     timings: Timings | None = None
+    prompt_usage: Usage | None = None
 
 
 @dataclass(frozen=True, slots=True)

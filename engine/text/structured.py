@@ -166,6 +166,12 @@ def check_grammar(grammar: Grammar) -> None:
     _checker.check(grammar)
 
 
+def embedded_schema(schema: Any) -> str:
+    """``schema`` as a grammar in Lark's notation takes it after ``%json``, with the options of every schema here."""
+    whole = schema if isinstance(schema, dict) else {"anyOf": [schema]}
+    return json.dumps({**whole, "x-guidance": _JSON_OPTIONS})
+
+
 def _source(grammar: Grammar) -> str:
     if grammar.kind in ("json_object", "json_schema"):
         schema = grammar.text if grammar.kind == "json_schema" else '{"type": "object"}'

@@ -6,8 +6,10 @@ Owns: the marks of thinking and where an answer stands between them. Must not kn
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from engine.text.marks import split_at_mark
+from engine.text.tools import ToolCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +28,20 @@ KNOWN_MARKS = (
 )
 
 
+# What gpt-oss writes around its thinking, where it goes on to its final message (engine.text.harmony).
+HARMONY_MARKS = ThinkingMarks("<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>")
+
+
 def find_thinking_marks(template: str) -> ThinkingMarks | None:
     """Return the marks that ``template`` speaks of."""
+    if speaks_harmony(template):
+        return HARMONY_MARKS
     return next((marks for marks in KNOWN_MARKS if marks.end in template), None)
+
+
+def speaks_harmony(template: str) -> bool:
+    """Whether a model with this chat template answers in channels, as gpt-oss does."""
+    return "<|channel|>" in template and "<|message|>" in template
 
 
 def is_open_at_end(prompt: str, marks: ThinkingMarks) -> bool:
@@ -38,10 +51,31 @@ def is_open_at_end(prompt: str, marks: ThinkingMarks) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Parted:
-    """New text of both kinds."""
+    """What new text came to. ``calls`` are complete; most notations have them inside of ``answer`` instead."""
 
-    thinking: str
-    answer: str
+    thinking: str = ""
+    answer: str = ""
+    calls: tuple[ToolCall, ...] = ()
+
+    def __add__(self, other: Parted) -> Parted:
+        return Parted(self.thinking + other.thinking, self.answer + other.answer, self.calls + other.calls)
+
+
+class PartReader(Protocol):
+    """Tells the parts of an answer apart as it grows."""
+
+    @property
+    def thinks(self) -> bool:
+        """Whether what comes next is thinking, as far as is known."""
+        ...
+
+    def feed(self, text: str) -> Parted:
+        """Take more text; return what is settled."""
+        ...
+
+    def finish(self, whole: bool) -> Parted:
+        """Return the rest. ``whole``: the model ended its answer by itself."""
+        ...
 
 
 class ThinkingReader:
@@ -59,7 +93,7 @@ class ThinkingReader:
         """Take more text; return what is settled."""
         self._buffer += text
         if not self._begun and not self._begin():
-            return Parted("", "")
+            return Parted()
         thinking = ""
         if self._open:
             before, after = split_at_mark(self._buffer, self._marks.end)
@@ -70,8 +104,13 @@ class ThinkingReader:
             self._open, self._trim, self._buffer = False, True, after
         return Parted(thinking, self._answer())
 
-    def finish(self) -> Parted:
-        """Return the rest."""
+    @property
+    def thinks(self) -> bool:
+        """Whether what comes next is thinking, as far as is known."""
+        return self._open
+
+    def finish(self, whole: bool) -> Parted:
+        """Return the rest. ``whole``: the model ended its answer by itself."""
         self._begun = True
         rest, self._buffer = self._buffer, ""
         return Parted(self._think(rest), "") if self._open else Parted("", rest)

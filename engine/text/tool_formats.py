@@ -24,6 +24,10 @@ Parse = Callable[[str, Any], Any]
 Tool = Mapping[str, Any]
 
 _PACKAGE = "metalslots_tool_parsers"
+BARE = "bare"
+HARMONY = "harmony"
+# Llama 3 may write it before a call.
+PYTHON_TAG = "<|python_tag|>"
 # Special tokens inside of a call, which its parser has to see.
 _INNER_MARKS = {
     "mistral": ("[ARGS]", "[CALL_ID]"),
@@ -31,6 +35,7 @@ _INNER_MARKS = {
     "gemma4": ('<|"|>',),
     "function_gemma": ("<escape>",),
     "glm47": ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    BARE: (PYTHON_TAG,),
     "longcat": ("<longcat_arg_key>", "</longcat_arg_key>", "<longcat_arg_value>", "</longcat_arg_value>"),
 }
 # What a template has to hold for each of mlx-lm's parsers; the first that fits is taken.
@@ -53,7 +58,8 @@ _MARKS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """``start`` and ``end`` enclose one or more calls; without an ``end`` they last to the answer's end.
+    """``start`` and ``end`` enclose one or more calls; without an ``end`` they last to the answer's end. Calls of the
+    formats BARE (engine.text.bare_calls) and HARMONY (engine.text.harmony) have no marks and readers of their own.
 
     ``parse`` takes the text between them and the tools, and returns one call or several, each with ``name`` and
     ``arguments``; it may raise anything. ``native``: the model's template shows tools and calls by itself.
@@ -70,7 +76,7 @@ class ToolFormat:
     @property
     def marks(self) -> tuple[str, ...]:
         """Everything that stands around and inside of calls and may be a special token."""
-        return (self.start, self.end, *_INNER_MARKS.get(self.name, ()))
+        return tuple(mark for mark in (self.start, self.end, *_INNER_MARKS.get(self.name, ())) if mark)
 
 
 @lru_cache(8)
@@ -85,9 +91,11 @@ def find_tool_format(template: str) -> ToolFormat:
                 return ToolFormat(
                     name, module.tool_call_start, module.tool_call_end, module.parse_tool_call, True, False
                 )
-            break
-    # A template that shows tools without any of the marks leaves bare JSON to expect; the marks are then simply absent.
-    return _json_format(native=True)
+            return _json_format(native=True)
+    if all(mark in template for mark in ("<|channel|>", "<|message|>")):
+        return ToolFormat(HARMONY, "", "", _parse_json, True, False)
+    # A template that shows tools without any of the marks leaves JSON alone to expect, as Llama 3's do.
+    return ToolFormat(BARE, "", "", _parse_json, True, False)
 
 
 def _json_format(*, native: bool) -> ToolFormat:

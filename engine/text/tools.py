@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from engine.request import Grammar
 from engine.text.marks import split_at_mark
 from engine.text.tool_formats import Tool, ToolFormat
 
@@ -140,7 +139,7 @@ def read_calls(parsed: Any, names: set[str]) -> Iterator[ToolCall]:
     for call in parsed if isinstance(parsed, list) else [parsed]:
         if not isinstance(call, Mapping) or call.get("name") not in names:
             raise ValueError(f"not a call of an offered function: {call!r:.100}")
-        arguments = call.get("arguments", {})
+        arguments = call.get("arguments", call.get("parameters", {}))
         if isinstance(arguments, str):
             arguments = json.loads(arguments)
         if not isinstance(arguments, Mapping):
@@ -148,64 +147,9 @@ def read_calls(parsed: Any, names: set[str]) -> Iterator[ToolCall]:
         yield ToolCall(str(call["name"]), json.dumps(arguments, ensure_ascii=False))
 
 
-# --- answers that must be calls ----------------------------------------------------------------------------------
-
-
-def parameters_of(tool: Tool) -> dict[str, Any]:
-    """JSON Schema of a tool's arguments: always an object."""
-    return {"type": "object", **(tool["function"].get("parameters") or {})}
-
-
-def calls_grammar(tools: Sequence[Tool], *, parallel: bool) -> Grammar:
-    """Grammar of one call or, with ``parallel``, several, as ``ArrayCallReader`` reads them."""
-    schema: dict[str, Any] = {
-        "$defs": {f"tool{i}": _relocated(parameters_of(tool), f"#/$defs/tool{i}") for i, tool in enumerate(tools)},
-        "type": "array",
-        "minItems": 1,
-        "items": {"anyOf": [_call_schema(function_name(tool), i) for i, tool in enumerate(tools)]},
-    }
-    if not parallel:
-        schema["maxItems"] = 1
-    return Grammar("json_schema", json.dumps(schema))
-
-
-def strict_calls_grammar(tools: Sequence[Tool], tool_format: ToolFormat, *, starts_with_token: bool) -> Grammar:
-    """Grammar of free text in which every call has arguments after its function's schema.
-
-    ``starts_with_token``: the format's start mark is one token of the model's. Only for formats that write JSON.
-    """
-    from llguidance import StructTag
-
-    assert tool_format.writes_json
-    tags = [
-        StructTag(
-            trigger=tool_format.start,
-            begin=f'{tool_format.start}\n{{"name": {json.dumps(function_name(tool))}, "arguments": ',
-            grammar=parameters_of(tool),
-            end=f"}}\n{tool_format.end}",
-        )
-        for tool in tools
-    ]
-    return Grammar("grammar", StructTag.to_grammar(tags, assume_special=starts_with_token))
-
-
-def _call_schema(name: str, index: int) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": {"name": {"const": name}, "arguments": {"$ref": f"#/$defs/tool{index}"}},
-        "required": ["name", "arguments"],
-        "additionalProperties": False,
-    }
-
-
-def _relocated(schema: Any, root: str) -> Any:
-    """``schema`` with its references to itself turned to where it stands inside another one."""
-    if isinstance(schema, list):
-        return [_relocated(item, root) for item in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    moved = {key: _relocated(value, root) for key, value in schema.items()}
-    reference = moved.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#"):
-        moved["$ref"] = root + reference[1:]
-    return moved
+def read_call_of(name: str, arguments: str, names: set[str]) -> ToolCall | None:
+    """The call of ``name`` with the JSON text ``arguments``; None for one that could not be run."""
+    try:
+        return next(read_calls({"name": name, "arguments": arguments.strip() or "{}"}, names))
+    except (ValueError, RecursionError):
+        return None

@@ -228,6 +228,7 @@ def write_usage(usage: Usage) -> Json:
         "completion_tokens": usage.num_output_tokens,
         "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": usage.num_thinking_tokens},
     }
 
 

@@ -67,6 +67,7 @@ def _call(request: CountTokensRequest, context: CallContext, sampling: SamplingP
             "messages": tuple(_template_messages(request)),
             "sampling": sampling,
             "priority": context.priority,
+            "key_name": context.key_name,
             "session_key": context.session_key,
             "timeout_s": context.timeout_s,
             "client_request_id": context.client_request_id,
@@ -91,7 +92,9 @@ def _turn(message: InputMessage) -> Iterator[dict[str, Any]]:
     if isinstance(message.content, str):
         yield {"role": message.role, "content": message.content}
         return
-    texts, calls = [], []
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[dict[str, Any]] = []
     for block in message.content:
         match block:
             case TextBlock():
@@ -102,11 +105,15 @@ def _turn(message: InputMessage) -> Iterator[dict[str, Any]]:
                     {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": arguments}}
                 )
             case ToolResultBlock():
-                yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content or "")}
+                # No template has a place for failures.
+                text = ("Error: " if block.is_error else "") + _text(block.content or "")
+                yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
             case ThinkingBlock():
-                continue
+                thoughts.append(block.thinking or "")
     if texts or calls:
-        yield {"role": message.role, "content": "\n".join(texts), **({"tool_calls": calls} if calls else {})}
+        more = {"tool_calls": calls, "reasoning_content": "\n".join(thoughts)}
+        given = {name: value for name, value in more.items() if value}
+        yield {"role": message.role, "content": "\n".join(texts), **given}
 
 
 def _text(content: str | Sequence[TextBlock]) -> str:
@@ -169,6 +176,7 @@ class MessageShape:
         """Yield the events for one message, in order."""
         if not self._started:
             self._started = True
+            self._tracker.usage = deltas.prompt_usage or Usage()
             yield {"type": "message_start", "message": self._message([])}
         for event in self._tracker.take(deltas):
             yield _event(event)
@@ -239,4 +247,5 @@ def _usage(usage: Usage) -> Json:
         "cache_read_input_tokens": usage.num_cached_tokens,
         "cache_creation_input_tokens": 0,
         "output_tokens": usage.num_output_tokens,
+        "output_tokens_details": {"thinking_tokens": usage.num_thinking_tokens},
     }

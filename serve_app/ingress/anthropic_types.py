@@ -37,10 +37,10 @@ class ToolUseBlock(WireModel):
 
 
 class ThinkingBlock(WireModel):
-    """What the assistant thought; templates leave it out of later turns."""
+    """What the assistant thought. It is given to chat templates, which mostly leave it out of later turns."""
 
     type: Literal["thinking", "redacted_thinking"]
-    thinking: _NO_EFFECT_ANY = None
+    thinking: Text | None = None
     signature: _NO_EFFECT_ANY = None
     data: _NO_EFFECT_ANY = None
 

@@ -52,6 +52,7 @@ def embeddings_call(request: EmbeddingsRequest, context: CallContext) -> Generat
         max_tokens=1,
         user=context.user or request.user or "",
         priority=context.priority,
+        key_name=context.key_name,
         session_key=context.session_key,
         timeout_s=context.timeout_s,
         client_request_id=context.client_request_id,

@@ -58,6 +58,7 @@ class Generation:
             client_request_id=_header(request, "x-request-id"),
             user=key.name if key else "",
             priority=key.priority if key else 0,
+            key_name=key.name if key else "",
         )
 
 

@@ -56,8 +56,8 @@ class ChatMessage(WireModel):
     tool_calls: Annotated[list[CallMade], Field(max_length=MAX_TOOLS)] | None = None
     tool_call_id: Text | None = Field(default=None, validate_default=True)
     function_call: Annotated[Any, NeutralOnly(_OLD_TOOLS)] = None
-    reasoning_content: Annotated[Text | None, no_effect] = None
-    reasoning: Annotated[Text | None, no_effect] = None
+    reasoning_content: Text | None = None
+    reasoning: Text | None = None
     audio: Annotated[Any, NeutralOnly("This model neither hears nor speaks.")] = None
 
     @field_validator("role")

@@ -44,6 +44,7 @@ def responses_call(request: ResponsesRequest, context: CallContext) -> GenerateC
         max_tokens=request.max_output_tokens,
         user=user,
         priority=context.priority,
+        key_name=context.key_name,
         session_key=context.session_key or request.prompt_cache_key or user,
         timeout_s=context.timeout_s,
         client_request_id=context.client_request_id,
@@ -59,6 +60,7 @@ def _template_messages(request: ResponsesRequest) -> Iterator[dict[str, Any]]:
         yield {"role": "user", "content": request.input}
         return
     calls: list[dict[str, Any]] = []
+    thought: dict[str, Any] = {}
     for item in request.input:
         if isinstance(item, CallItem):
             function = {"name": item.name, "arguments": item.arguments or "{}"}
@@ -66,18 +68,20 @@ def _template_messages(request: ResponsesRequest) -> Iterator[dict[str, Any]]:
             continue
         if calls:
             # Calls of one turn come as items one after the other; templates want them in one message.
-            yield {"role": "assistant", "content": "", "tool_calls": calls}
-            calls = []
+            yield {"role": "assistant", "content": "", "tool_calls": calls, **thought}
+            calls, thought = [], {}
         match item:
             case MessageItem():
                 role = "system" if item.role == "developer" else item.role
-                yield {"role": role, "content": item.content}
+                yield {"role": role, "content": item.content, **(thought if role == "assistant" else {})}
+                thought = {}
             case CallOutputItem():
                 yield {"role": "tool", "tool_call_id": item.call_id, "content": item.output}
             case ReasoningItem():
-                continue
+                # It comes before what it led to.
+                thought = {"reasoning_content": item.content} if item.content else {}
     if calls:
-        yield {"role": "assistant", "content": "", "tool_calls": calls}
+        yield {"role": "assistant", "content": "", "tool_calls": calls, **thought}
 
 
 def _tool_use(request: ResponsesRequest) -> ToolUse | None:
@@ -223,7 +227,7 @@ class ResponseShape:
             "input_tokens": usage.num_prompt_tokens,
             "input_tokens_details": {"cached_tokens": usage.num_cached_tokens, "cache_write_tokens": 0},
             "output_tokens": usage.num_output_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": usage.num_thinking_tokens},
             "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
         }
 

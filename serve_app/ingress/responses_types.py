@@ -15,7 +15,7 @@ from serve_app.ingress.wire import JsonObject, NeutralOnly, Text, TokenCount, Wi
 
 _NO_EFFECT_ANY = Annotated[Any, no_effect]
 _STATELESS = "Nothing is kept between requests here: send the whole conversation as `input`."
-_TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+_TEXTS = dict.fromkeys(("input_text", "output_text", "text", "reasoning_text"), "text") | {"refusal": "refusal"}
 
 
 def _joined_text(value: Any) -> Any:
@@ -35,6 +35,9 @@ def _joined_text(value: Any) -> Any:
 
 
 Content = Annotated[Text, BeforeValidator(_joined_text, json_schema_input_type=str | list[dict[str, Any]])]
+
+
+Thought = Annotated[Text, BeforeValidator(_joined_text, json_schema_input_type=list[dict[str, Any]])]
 
 
 class MessageItem(WireModel):
@@ -73,12 +76,12 @@ class CallOutputItem(WireModel):
 
 
 class ReasoningItem(WireModel):
-    """What the assistant thought; templates leave it out of later turns."""
+    """What the assistant thought. It is given to chat templates, which mostly leave it out of later turns."""
 
     type: Literal["reasoning"]
     id: Annotated[Text | None, no_effect] = None
     summary: _NO_EFFECT_ANY = None
-    content: _NO_EFFECT_ANY = None
+    content: Thought | None = None
     encrypted_content: _NO_EFFECT_ANY = None
     status: _NO_EFFECT_ANY = None
 

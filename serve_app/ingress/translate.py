@@ -24,7 +24,7 @@ _SEED_RANGE = 2**63
 class CallContext:
     """What a call needs besides the body: its id, the served model's name, and what the headers said.
 
-    ``user`` and ``priority`` are the key's; without keys the body may name the user.
+    ``user``, ``priority`` and ``key_name`` are the key's; without keys the body may name the user.
     """
 
     request_id: str
@@ -34,6 +34,7 @@ class CallContext:
     client_request_id: str = ""
     user: str = ""
     priority: int = 0
+    key_name: str = ""
 
 
 def chat_call(request: ChatCompletionRequest, context: CallContext) -> GenerateCall:
@@ -49,6 +50,7 @@ def chat_call(request: ChatCompletionRequest, context: CallContext) -> GenerateC
         stop=tuple(request.stop),
         user=context.user or request.user or "",
         priority=context.priority,
+        key_name=context.key_name,
         session_key=context.session_key or request.prompt_cache_key or request.user or "",
         timeout_s=context.timeout_s,
         client_request_id=context.client_request_id,
@@ -73,6 +75,7 @@ def completion_call(request: CompletionRequest, context: CallContext) -> Generat
         echo=bool(request.echo),
         user=context.user or request.user or "",
         priority=context.priority,
+        key_name=context.key_name,
         session_key=context.session_key or request.user or "",
         timeout_s=context.timeout_s,
         client_request_id=context.client_request_id,
@@ -85,7 +88,9 @@ def _template_message(message: ChatMessage) -> TemplateMessage:
     values: dict[str, Any] = {"role": role, "content": message.content or message.refusal or ""}
     if message.tool_calls:
         values["tool_calls"] = [call.model_dump(exclude={"index"}) for call in message.tool_calls]
-    more = {"name": message.name, "tool_call_id": message.tool_call_id}
+    # What the assistant thought is given to templates, which mostly leave it out of later turns.
+    thought = (message.reasoning_content or message.reasoning) if role == "assistant" else None
+    more = {"name": message.name, "tool_call_id": message.tool_call_id, "reasoning_content": thought}
     return values | {name: value for name, value in more.items() if value}
 
 

@@ -17,8 +17,9 @@ from engine.text.chat_template import RESERVED_VARIABLES
 from engine.text.structured import check_grammar
 from engine.text.thinking import ThinkingMarks, find_thinking_marks, is_open_at_end
 from engine.text.tokenizer import Tokenizer
-from engine.text.tool_formats import ToolFormat, find_tool_format
-from engine.text.tools import calls_grammar, function_name, parameters_of, strict_calls_grammar
+from engine.text.tool_formats import HARMONY, ToolFormat, find_tool_format
+from engine.text.tool_grammars import answer_or_calls_grammar, calls_grammar, parameters_of, strict_calls_grammar
+from engine.text.tools import function_name
 from serve_app.protocol import ChatMessage, GenerateCall, ToolUse
 from serve_app.replica.reading import Reading
 
@@ -53,7 +54,9 @@ def plan_chat(call: GenerateCall, tokenizer: Tokenizer) -> ChatPlan:
     grammar = _grammar(call, tool_format, tokenizer)
     thinking = _thinking(call, marks, is_open, tokenizer) if grammar or call.thinking_budget is not None else None
     use = call.tool_use
-    reading = Reading(marks, is_open, tool_format, use.tools if use else (), use.forced if use else ())
+    reading = Reading(marks, is_open, tool_format)
+    if use is not None:
+        reading = replace(reading, tools=use.tools, forced=use.forced, parallel=use.parallel)
     texts = ((marks.start, marks.end) if marks else ()) + (tool_format.marks if use else ())
     return ChatPlan(
         prompt,
@@ -98,16 +101,25 @@ def _shown_tools(
     """Messages and tools for the template; for one that knows no tools everything is written into messages."""
     tools = call.tool_use.tools if call.tool_use else ()
     if tool_format.native:
-        return call.messages, tools or None
-    messages = [_written_out(message, tool_format) for message in call.messages]
+        messages = call.messages
+        if tool_format.name == HARMONY:
+            messages = tuple(_with_thought(message) for message in messages)
+        return messages, tools or None
+    written = [_written_out(message, tool_format) for message in call.messages]
     if tools:
         lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
         text = _INSTRUCTIONS.format(tools=lines, start=tool_format.start, end=tool_format.end)
-        if messages[0]["role"] == "system":
-            messages[0] = {**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}
+        if written[0]["role"] == "system":
+            written[0] = {**written[0], "content": f"{written[0]['content']}\n\n{text}"}
         else:
-            messages.insert(0, {"role": "system", "content": text})
-    return messages, None
+            written.insert(0, {"role": "system", "content": text})
+    return written, None
+
+
+def _with_thought(message: Message) -> Message:
+    """What gpt-oss's template reads as the thinking before a call, which may have no content besides."""
+    thought = message.get("reasoning_content")
+    return {**message, "thinking": thought} if thought and not message.get("content") else message
 
 
 def _written_out(message: Message, tool_format: ToolFormat) -> dict[str, Any]:
@@ -129,34 +141,51 @@ def _written_out(message: Message, tool_format: ToolFormat) -> dict[str, Any]:
 def _grammar(call: GenerateCall, tool_format: ToolFormat, tokenizer: Tokenizer) -> Grammar | None:
     asked, use = call.sampling.grammar, call.tool_use
     if asked is not None:
-        if use is not None:
-            raise InvalidParameterError(
-                "A format for the answer cannot be combined with tools; take `tool_choice: none` with it.", asked.param
-            )
         check_grammar(asked)
-        return asked
     if use is None:
-        return None
+        return asked
     for index, tool in enumerate(use.tools):
         if _is_strict(tool):
             check_grammar(_schema(tool, f"tools[{index}].function.parameters"))
     loose = tuple(tool if _is_strict(tool) else _loosened(tool) for tool in use.tools)
     if use.forced:
         return calls_grammar([tool for tool in loose if function_name(tool) in use.forced], parallel=use.parallel)
+    if asked is not None:
+        return _format_or_calls(asked, use, tool_format, tokenizer)
     return _strict_grammar(use, tool_format, tokenizer)
+
+
+def _format_or_calls(asked: Grammar, use: ToolUse, tool_format: ToolFormat, tokenizer: Tokenizer) -> Grammar:
+    """An answer in the format that was asked for, or calls in its place."""
+    if asked.kind not in ("json_object", "json_schema") or tool_format.name == HARMONY:
+        raise InvalidParameterError(
+            "This format for the answer cannot be combined with tools for this model; take `tool_choice: none` with "
+            "it, or `required`.",
+            asked.param,
+        )
+    _require_strictness(use, tool_format)
+    schema = json.loads(asked.text) if asked.kind == "json_schema" else {"type": "object"}
+    start = tokenizer.encode(tool_format.start)
+    tools = [tool if _is_strict(tool) else _without_schema(tool) for tool in use.tools]
+    return answer_or_calls_grammar(schema, tools, tool_format, start[0] if len(start) == 1 else None)
 
 
 def _strict_grammar(use: ToolUse, tool_format: ToolFormat, tokenizer: Tokenizer) -> Grammar | None:
     if not any(_is_strict(tool) for tool in use.tools):
         return None
-    if not tool_format.writes_json:
+    _require_strictness(use, tool_format)
+    tools = [tool if _is_strict(tool) else _without_schema(tool) for tool in use.tools]
+    return strict_calls_grammar(tools, tool_format, starts_with_token=len(tokenizer.encode(tool_format.start)) == 1)
+
+
+def _require_strictness(use: ToolUse, tool_format: ToolFormat) -> None:
+    """Raise InvalidParameterError for a strict tool that the model's notation cannot be held to."""
+    if any(_is_strict(tool) for tool in use.tools) and not tool_format.writes_json:
         raise InvalidParameterError(
             "This model's own way to write calls cannot be held to a schema: take `strict: false`, or "
             "`tool_choice: required`.",
             "tools",
         )
-    tools = [tool if _is_strict(tool) else _without_schema(tool) for tool in use.tools]
-    return strict_calls_grammar(tools, tool_format, starts_with_token=len(tokenizer.encode(tool_format.start)) == 1)
 
 
 def _is_strict(tool: Mapping[str, Any]) -> bool:

@@ -31,6 +31,8 @@ class CallFolder:
         self._n = n
         self._echo = {p * n + i: text for p, text in enumerate(echo) for i in range(n)}
         self._num_unfinished = num_prompts * n
+        self._num_prompts = num_prompts
+        self._num_thinking_tokens = 0
         self._last: dict[int, GenerationDelta] = {}
 
     @property
@@ -40,18 +42,20 @@ class CallFolder:
 
     def fold(self, arrived: Iterable[tuple[int, GenerationDelta]]) -> Deltas:
         """Return one message with everything that arrived; the call's last one carries usage and timings."""
+        is_first = not self._last
         by_choice: dict[int, list[GenerationDelta]] = {}
         for prompt, delta in arrived:
             by_choice.setdefault(prompt * self._n + delta.index, []).append(delta)
         choices = tuple(self._fold_choice(index, deltas) for index, deltas in by_choice.items())
+        prompt_usage = self._prompt_usage() if is_first and self._num_prompts == 1 else None
         if not self.finished:
-            return Deltas(choices)
-        return Deltas(choices, self._usage(), self._timings())
+            return Deltas(choices, prompt_usage=prompt_usage)
+        return Deltas(choices, self._usage(), self._timings(), prompt_usage)
 
     def _fold_choice(self, index: int, deltas: Sequence[GenerationDelta]) -> ChoiceDelta:
         last = self._last[index] = deltas[-1]
         self._num_unfinished -= last.finish_reason is not None
-        read = self._read(index, "".join(delta.text for delta in deltas), last)
+        read = self._read(index, deltas)
         return ChoiceDelta(
             index=index,
             text=self._echo.pop(index, "") + read.text,
@@ -63,12 +67,14 @@ class CallFolder:
             stop_reason=last.stop_reason,
         )
 
-    def _read(self, index: int, text: str, last: GenerationDelta) -> Read:
-        read = self._readers[index].feed(text)
-        if last.finish_reason is None:
-            return read
-        rest = self._readers[index].finish(whole=_ended_by_itself(last))
-        return Read(read.text + rest.text, read.thinking + rest.thinking, read.tool_calls + rest.tool_calls)
+    def _read(self, index: int, deltas: Sequence[GenerationDelta]) -> Read:
+        reader, read, last = self._readers[index], Read(), deltas[-1]
+        for delta in deltas:
+            thought = reader.thinks
+            read += reader.feed(delta.text)
+            if thought or reader.thinks:
+                self._num_thinking_tokens += len(delta.token_ids)
+        return read if last.finish_reason is None else read + reader.finish(whole=_ended_by_itself(last))
 
     def _finish_reason(self, index: int, last: GenerationDelta) -> str | None:
         if last.finish_reason is FinishReason.STOP and self._readers[index].num_calls:
@@ -90,7 +96,12 @@ class CallFolder:
             num_prompt_tokens=sum(last.num_prompt_tokens for last in firsts),
             num_output_tokens=sum(last.num_output_tokens for last in self._last.values()),
             num_cached_tokens=sum(last.num_cached_tokens for last in firsts),
+            num_thinking_tokens=self._num_thinking_tokens,
         )
+
+    def _prompt_usage(self) -> Usage:
+        first = next(iter(self._last.values()))
+        return Usage(num_prompt_tokens=first.num_prompt_tokens, num_cached_tokens=first.num_cached_tokens)
 
     def _timings(self) -> Timings:
         timelines = [last.timeline for last in self._last.values() if last.timeline is not None]

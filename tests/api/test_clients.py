@@ -109,15 +109,30 @@ async def test_messages_can_be_made_to_call(choice: dict[str, Any]) -> None:
 
 
 async def test_messages_take_results_back() -> None:
-    history = [
+    result: dict[str, Any] = {"type": "tool_result", "tool_use_id": "t1", "content": "found it"}
+    history: list[dict[str, Any]] = [
         *HELLO,
         {"role": "assistant", "content": [{"type": "tool_use", "id": "t1", "name": "find", "input": {"text": "x"}}]},
-        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": "found it"}]},
+        {"role": "user", "content": [result]},
     ]
     async with claude("ok") as (client, runner):
         await both_messages(client, messages=history, tools=[CLAUDE_TOOL])
         assert "found it" in runner.prompt
+        assert "Error" not in runner.prompt
         assert '"find"' in runner.prompt
+        result["is_error"] = True
+        await both_messages(client, messages=history, tools=[CLAUDE_TOOL])
+        assert "Error: found it" in runner.prompt
+
+
+async def test_a_stream_says_first_what_the_prompt_took() -> None:
+    async with claude("ok") as (client, _):
+        asked: dict[str, Any] = {"model": "chain", "max_tokens": 5, "messages": HELLO}
+        counted = await client.messages.count_tokens(model="chain", messages=HELLO)  # type: ignore[arg-type]
+        async for event in await client.messages.create(**asked, stream=True):
+            if event.type == "message_start":
+                assert event.message.usage.input_tokens == counted.input_tokens
+                assert event.message.usage.output_tokens == 0
 
 
 async def test_tokens_are_counted_as_they_are_billed() -> None:

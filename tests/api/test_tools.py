@@ -154,7 +154,7 @@ async def test_calls_and_their_results_go_back_to_the_model() -> None:
             "response_format",
         ),
         ({"extra_body": {"structured_outputs": {"regex": "(a"}}}, "structured_outputs"),
-        ({"response_format": {"type": "json_object"}, "tools": [FIND]}, "response_format"),
+        ({"extra_body": {"structured_outputs": {"regex": "a+"}}, "tools": [FIND]}, "structured_outputs"),
         ({"extra_body": {"thinking_token_budget": 5}}, "thinking_token_budget"),
         ({"reasoning_effort": "high"}, "reasoning_effort"),
         (
@@ -208,3 +208,65 @@ async def test_effort_budget_and_variables_reach_template_and_engine() -> None:
         thinking = runner.rows[-1].sampling.thinking
         assert thinking is not None
         assert (bytes(thinking.end), thinking.budget_tokens) == (b"</think>", 9)
+
+
+async def test_thinking_is_counted() -> None:
+    async with speaking("<think>hm</think>Yes.", THINKS) as (client, _):
+        whole = await client.chat.completions.create(**ASK)
+        assert whole.usage is not None
+        assert whole.usage.completion_tokens_details is not None
+        assert whole.usage.completion_tokens_details.reasoning_tokens == len("<think>hm</think>") - len("<think")
+        assert whole.usage.completion_tokens == len("<think>hm</think>Yes.") + 1
+
+
+async def test_what_was_thought_goes_back_to_templates_that_take_it() -> None:
+    template = "{% for m in messages %}{{ m.role }}:{{ m.content }}({{ m.reasoning_content }})\n{% endfor %}>"
+    history = [*ASK["messages"], {"role": "assistant", "content": "Yes.", "reasoning_content": "hm"}, *ASK["messages"]]
+    async with speaking("ok", template) as (client, runner):
+        await client.chat.completions.create(model="chain", messages=history)  # type: ignore[arg-type]
+        assert "assistant:Yes.(hm)" in runner.prompt
+
+
+# --- other notations ----------------------------------------------------------------------------------------------
+
+CHANNELS = TEMPLATE + "{% if tools %}{{ tools[0].function.description }}{% endif %}{# <|channel|> <|message|> #}"
+COMMENTARY = '<|channel|>commentary to=functions.find <|constrain|>json<|message|>{"text": "x"}'
+
+
+async def test_channels_are_thinking_text_and_calls() -> None:
+    thought = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+    async with speaking(f"{thought}<|channel|>final<|message|>Yes.", CHANNELS) as (client, _):
+        found = await both_ways(client, **ASK)
+        assert (found["thinking"], found["content"]) == ("hm", "Yes.")
+    async with speaking(thought + COMMENTARY, CHANNELS) as (client, runner):
+        found = await both_ways(client, **ASK, tools=[FIND])
+        assert (found["thinking"], found["content"], found["reason"]) == ("hm", None, "tool_calls")
+        assert found["calls"] == [("find", '{"text": "x"}')]
+        assert "Look something up." in runner.prompt
+        cut = await both_ways(client, **ASK, tools=[FIND], max_tokens=len(thought + COMMENTARY) - 2)
+        assert (cut["calls"], cut["reason"]) == ([], "length")
+
+
+async def test_an_answer_may_be_a_call_and_nothing_else() -> None:
+    template = TEMPLATE + "{% if tools %}{{ tools[0].function.description }}{% endif %}"
+    async with speaking('{"name": "find", "parameters": {"text": "x"}}', template) as (client, _):
+        found = await both_ways(client, **ASK, tools=[FIND])
+        assert (found["content"], found["calls"]) == (None, [("find", '{"text": "x"}')])
+
+
+async def test_one_call_at_a_time_where_that_is_asked() -> None:
+    async with speaking(CALL * 2) as (client, _):
+        assert len((await both_ways(client, **ASK, tools=[FIND]))["calls"]) == 2
+        assert len((await both_ways(client, **ASK, tools=[FIND], parallel_tool_calls=False))["calls"]) == 1
+
+
+async def test_a_format_and_tools_go_together() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    asked = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    for text, content, num_calls in (('{"a": 1}', '{"a": 1}', 0), (CALL, None, 1)):
+        async with speaking(text) as (client, runner):
+            found = await both_ways(client, **ASK, tools=[FIND], response_format=asked)
+            assert (found["content"], len(found["calls"])) == (content, num_calls)
+            grammar = runner.rows[-1].sampling.grammar
+            assert grammar is not None
+            assert grammar.kind == "grammar"

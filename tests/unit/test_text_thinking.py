@@ -11,7 +11,7 @@ MARKS = KNOWN_MARKS[0]
 
 def read(text: str, is_open: bool, step: int) -> tuple[str, str]:
     reader = ThinkingReader(MARKS, is_open)
-    parts = [reader.feed(text[start : start + step]) for start in range(0, len(text), step)] + [reader.finish()]
+    parts = [reader.feed(text[start : start + step]) for start in range(0, len(text), step)] + [reader.finish(True)]
     return "".join(part.thinking for part in parts), "".join(part.answer for part in parts)
 
 

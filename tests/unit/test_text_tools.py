@@ -11,17 +11,20 @@ from typing import Any
 import jsonschema
 import pytest
 
-from engine.text.structured import check_grammar
+from engine.errors import RequestFailedError
+from engine.request import Grammar
+from engine.text.bare_calls import BareCallReader
+from engine.text.structured import GrammarCompiler, check_grammar
 from engine.text.tool_formats import find_tool_format
+from engine.text.tool_grammars import answer_or_calls_grammar, calls_grammar, strict_calls_grammar
 from engine.text.tools import (
     ArrayCallReader,
     CallReader,
     MarkedCallReader,
     Piece,
     ToolCall,
-    calls_grammar,
-    strict_calls_grammar,
 )
+from tests.core_fakes import letter_tokenizer
 
 
 def tool(name: str, **properties: Any) -> dict[str, Any]:
@@ -140,6 +143,59 @@ def test_an_array_of_calls_is_read_call_by_call() -> None:
     assert len(reader.feed(text[: text.index(",\n")])) == 1
     assert reader.feed(text[text.index(",\n") : -5]) == []
     assert [type(piece) for piece in reader.finish(False)] == [str]
+
+
+BARE_CALL = '{"name": "find", "parameters": {"text": "x <y>"}}'
+
+
+@pytest.mark.parametrize(
+    ("text", "pieces"),
+    [
+        (BARE_CALL, [FOUND]),
+        (f"<|python_tag|>{BARE_CALL}", [FOUND]),
+        (f"\n{BARE_CALL}; {BARE_CALL}\n", [FOUND, FOUND]),
+        (f"{BARE_CALL}\nso", [FOUND, "so"]),
+        (f"I call {BARE_CALL}", [f"I call {BARE_CALL}"]),
+        ('{"name": "gone", "parameters": {}}', ['{"name": "gone", "parameters": {}}']),
+        ('{"answer": {"a": 1}} is what I found', ['{"answer": {"a": 1}} is what I found']),
+        ("<|python_tag|>find.call()", ["<|python_tag|>find.call()"]),
+        (BARE_CALL[:-1], [BARE_CALL[:-1]]),
+        ("  ", ["  "]),
+        ("", []),
+    ],
+    ids=range(11),
+)
+def test_an_answer_that_is_nothing_but_a_call(text: str, pieces: list[Piece]) -> None:
+    assert find_tool_format('tools "parameters"').name == "bare"
+    for cuts in everywhere(text):
+        assert read(BareCallReader(TOOLS), text, cuts) == pieces
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_answer_in_a_format_or_calls_in_its_place(strict: bool) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "additionalProperties": False}
+    tools = TOOLS if strict else [{"type": "function", "function": {"name": "find", "parameters": {}}}]
+    texts = {
+        "": '<tool_call>\n{"name": "find", "arguments": {"text": "x"}}\n</tool_call>',
+        "tools": BARE_CALL,
+        "tools [TOOL_CALLS]": '[TOOL_CALLS]find[ARGS]{"text": "x"}',
+    }
+    for template, call in texts.items():
+        grammar = answer_or_calls_grammar(schema, tools, find_tool_format(template), None)
+        check_grammar(grammar)
+        for text, is_allowed in (('{"a": true}', True), (call, True), ("Well", False), ('{"b": true}', False)):
+            assert allows(grammar, text) == is_allowed, (template, text)
+
+
+def allows(grammar: Grammar, text: str) -> bool:
+    """Whether ``text`` is a whole answer, byte by byte."""
+    matcher = GrammarCompiler(letter_tokenizer(), vocab_size=257).matcher(grammar)
+    try:
+        for token in text.encode():
+            matcher.accept(token)
+    except RequestFailedError:
+        return False
+    return matcher.accepting
 
 
 @pytest.mark.parametrize("parallel", [True, False])
