@@ -116,7 +116,8 @@ class ModelConfig(_Section):
 
 
 class IngressConfig(_Section):
-    """The HTTP side. ``keep_alive_s``: silence after which a waiting stream gets a comment line.
+    """The HTTP side. ``keep_alive_s``: silence after which a waiting stream gets a comment line. ``heartbeat_s``: how
+    often each ingress says something to every replica, whether or not anybody asks.
 
     ``cors_origins``: web pages of these origins ("*": of all) may ask from a browser; none may by default.
     """
@@ -125,6 +126,7 @@ class IngressConfig(_Section):
     num_cpus: float = Field(default=0.25, ge=0)
     max_ongoing_requests: int = Field(default=1000, ge=1)
     keep_alive_s: float = Field(default=10.0, gt=0)
+    heartbeat_s: float = Field(default=60.0, gt=0)
     status_timeout_s: float = Field(default=2.0, gt=0)
     cors_origins: tuple[str, ...] = ()
 

@@ -16,6 +16,7 @@ from serve_app.config import AppConfig
 from serve_app.ingress.accounts import AccountBook
 from serve_app.ingress.auth import KeyBook
 from serve_app.ingress.fleet import ServedModel, ServeFleet
+from serve_app.ingress.heartbeat import Heartbeat
 from serve_app.ingress.http_app import HttpSettings, build_http_app
 from serve_app.ingress.ledger import Door, LocalDoor, SharedDoor, lease_s
 
@@ -31,6 +32,7 @@ class Ingress:
         now_unix_s = int(time.time())
         models = [ServedModel(model.name, now_unix_s, model.aliases) for model in config.models]
         self._fleet = ServeFleet(models, handles, config.ingress.status_timeout_s)
+        self._heartbeat = Heartbeat(self._fleet.statuses, config.ingress.heartbeat_s)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         limits = self._config.limits
@@ -49,6 +51,10 @@ class Ingress:
     def _door(self) -> Door:
         own = LocalDoor(AccountBook(self._config.keys, lease_s(self._config)))
         return own if self._ledger is None else SharedDoor(self._ledger, own)
+
+    async def check_health(self) -> None:
+        """Serve calls this every few seconds. The ingress itself is well when it can answer that at all."""
+        self._heartbeat.beat(time.monotonic())
 
     def deployments(self) -> dict[str, str]:
         """Return the deployment of each model by name and alias, for callers that come by handle and not by HTTP."""

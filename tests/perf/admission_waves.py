@@ -28,7 +28,7 @@ from tests.office import Machine, office_config, percentile
 SLOTS = 8
 NUM_HEADS = 3
 HEAD_TOKENS = 1_500
-RATES_PER_S = (0.5, 1.0, 1.4)
+RATES_PER_S = (0.4, 0.7, 0.9)
 BURST = 10
 
 
@@ -139,8 +139,10 @@ def _step(
     outcome.num_steps += 1
     tokens = {row.request_id: SampledToken(1) for row in batch.rows if row.samples}
     for output in scheduler.update(batch, StepOutput(batch.step_index, tokens, elapsed_s), now_s + elapsed_s):
-        if output.timeline is not None and output.timeline.first_token_s is not None:
+        if output.finish_reason is not None:
             began_s = asked_s.pop(output.request_id)
+            assert output.timeline is not None
+            assert output.timeline.first_token_s is not None
             outcome.first_token_s.append(output.timeline.first_token_s - began_s)
             outcome.finished_s.append(now_s + elapsed_s - began_s)
     return elapsed_s
