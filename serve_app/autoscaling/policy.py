@@ -2,7 +2,7 @@
 
 Owns: the rule, its memory, and the reason for every decision. Must not know: Ray Serve, or how replicas start.
 
-    need   = ceil((running + waiting + queued in routers) / (slots of a replica x target load)) + spare
+    need   = ceil((running + waiting + queued in routers) / (slots of a replica x target load)) + spare + draining
     up     when more are needed for ``up_after_s``; straight to the need
     down   when fewer were needed for ``down_after_s``; to the most that was needed in that time
     held   while replicas load: what waits then waits for them. Only work that would fill even those goes further up
@@ -32,7 +32,7 @@ class ScalingRules:
 class FleetLoad:
     """A moment of one model's replicas. ``num_ready`` run, ``num_wanted`` is the last decision; the difference loads.
 
-    ``slots``: of one replica in the mean.
+    ``slots``: of one replica in the mean. ``num_draining`` of them take nothing new.
     """
 
     num_ready: int
@@ -41,6 +41,7 @@ class FleetLoad:
     num_running: float = 0.0
     num_waiting: float = 0.0
     num_in_routers: float = 0.0
+    num_draining: int = 0
 
     @property
     def num_requests(self) -> float:
@@ -108,10 +109,11 @@ def _fewer(rules: ScalingRules, load: FleetLoad, memory: ScalingMemory, need: in
 def _need(rules: ScalingRules, load: FleetLoad) -> int:
     per_replica = max(1.0, load.slots) * rules.target_load
     busy = math.ceil(load.num_requests / per_replica - 1e-9)
-    return min(rules.max_replicas, max(rules.min_replicas, busy + rules.num_spare))
+    return min(rules.max_replicas, max(rules.min_replicas, busy + rules.num_spare) + load.num_draining)
 
 
 def _work(rules: ScalingRules, load: FleetLoad) -> str:
     work = f"{load.num_running:g} running + {load.num_waiting:g} waiting + {load.num_in_routers:g} in routers"
     spare = f", {rules.num_spare} spare" if rules.num_spare else ""
-    return f"{work} on {load.slots:g} slots each at {rules.target_load:.0%}{spare}"
+    draining = f", {load.num_draining} draining" if load.num_draining else ""
+    return f"{work} on {load.slots:g} slots each at {rules.target_load:.0%}{spare}{draining}"

@@ -43,4 +43,5 @@ class ServeScaling:
             num_running=sum(figures.get("running", {}).values()),
             num_waiting=sum(figures.get("waiting", {}).values()),
             num_in_routers=context.total_queued_requests or 0.0,
+            num_draining=sum(value > 0 for value in figures.get("draining", {}).values()),
         )

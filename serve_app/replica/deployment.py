@@ -113,7 +113,7 @@ class MetalReplica:
 
     async def record_autoscaling_stats(self) -> dict[str, int | float]:
         """Serve asks for this periodically."""
-        return autoscaling_stats(self._engine_status())
+        return autoscaling_stats(self._engine_status(), draining=self._reporter.draining)
 
     async def record_routing_stats(self) -> dict[str, Figure]:
         """Serve asks for this periodically and hands it to every router."""

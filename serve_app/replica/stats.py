@@ -9,14 +9,15 @@ from __future__ import annotations
 from engine.interfaces import EngineStatus
 
 
-def autoscaling_stats(status: EngineStatus | None) -> dict[str, int | float]:
+def autoscaling_stats(status: EngineStatus | None, *, draining: bool) -> dict[str, int | float]:
     """Return the queue's depth. Without a running engine: no slots, nothing waiting."""
     if status is None:
-        return {"slots": 0, "running": 0, "waiting": 0, "waiting_tokens": 0}
+        return {"slots": 0, "running": 0, "waiting": 0, "waiting_tokens": 0, "draining": int(draining)}
     scheduler = status.scheduler
     return {
         "slots": scheduler.slots,
         "running": scheduler.num_running,
         "waiting": scheduler.num_waiting,
         "waiting_tokens": scheduler.num_waiting_tokens,
+        "draining": int(draining),
     }

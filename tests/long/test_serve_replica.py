@@ -260,6 +260,6 @@ async def test_leaving_a_call_frees_every_slot_it_held() -> None:
 async def test_figures_for_the_autoscaler_are_numbers_whatever_the_engines_state() -> None:
     async with EngineFleet() as fleet:
         status = fleet.engine.status()
-    for figures in (autoscaling_stats(status), autoscaling_stats(None)):
+    for figures in (autoscaling_stats(status, draining=True), autoscaling_stats(None, draining=False)):
         assert {"slots", "running", "waiting", "waiting_tokens"} <= set(figures)
         assert all(type(value) in (int, float) for value in figures.values())

@@ -116,6 +116,14 @@ def test_a_warm_spare_is_kept_within_the_limits(num_requests: float, expected: i
     assert fleet.wanted == expected
 
 
+def test_a_replica_that_drains_is_replaced_within_the_limits() -> None:
+    load = FleetLoad(1, 1, slots=4, num_running=2, num_draining=1)
+    decision = decide(RULES, load, ScalingMemory(above_since_s=0.0), 5.0)
+    assert decision.num_replicas == 2
+    assert decision.reason.endswith(", 1 draining")
+    assert decide(replace(RULES, max_replicas=1), load, ScalingMemory(), 5.0).num_replicas == 1
+
+
 def test_limits_that_change_are_kept_at_once() -> None:
     up = decide(replace(RULES, min_replicas=2), FleetLoad(1, 1, 4), ScalingMemory(), 0.0)
     assert up.num_replicas == 2
@@ -168,6 +176,7 @@ class Context:
 def test_serves_context_is_read_and_the_memory_comes_back() -> None:
     policy = ServeScaling({"max_replicas": 4, "up_after_s": 1.0}, slots=2)
     metrics = {"slots": {"a": 8.0, "b": 4.0}, "running": {"a": 8.0, "b": 4.0}, "waiting": {"a": 3.0, "b": 0.0}}
+    metrics["draining"] = {"a": 0.0, "b": 0.0}
     context = Context(2, 2, 1.0, metrics)
     number, state = policy(context)
     assert number == 2
