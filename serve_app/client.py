@@ -10,9 +10,10 @@ answers. Works in a script on a machine of the fleet, in a Ray job, and in a Ray
                 print(piece, end="")
 
         answers = metal.generate_many(prompts, on_progress=print)
+        vectors = metal.embed(["a text", "another"])
 
-Inside a coroutine: ``await metal.agenerate(...)`` and ``await metal.agenerate_many(...)``, and ``async with
-metal.stream(...)`` with ``async for``.
+Inside a coroutine: ``await`` the same with an ``a`` in front (``agenerate``), and ``async with metal.stream(...)`` with
+``async for``.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterat
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from engine.request import SamplingParams
 from serve_app.config import APP_NAME, ray_environment
@@ -41,6 +45,11 @@ CONNECT_TIMEOUT_S = 30.0
 MAX_IN_FLIGHT = 64
 QUEUE_FULL = "queue_full"
 MAX_PAUSE_S = 10.0
+EMBED_AT_ONCE = 32
+MAX_EMBED_CALLS = 16
+
+Floats = NDArray[np.float32]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,9 +178,13 @@ class Client:
         ask = ask or Ask()
         self._handle(ask.model)
         batch = _Batch(prompts, on_progress)
+
+        async def answer(prompt: Question) -> Answer:
+            return await _patiently(lambda: self.agenerate(prompt, ask, raw=raw), ask)
+
         async with asyncio.TaskGroup() as group:
             for _ in range(max_in_flight):
-                group.create_task(batch.work(lambda prompt: self._answer_patiently(prompt, ask, raw)))
+                group.create_task(batch.work(answer))
         return batch.answers()
 
     def _handle(self, model: str) -> tuple[str, Any]:
@@ -180,16 +193,36 @@ class Client:
             raise ModelUnknownError(model, self.models)
         return model, self._handles[model]
 
-    async def _answer_patiently(self, prompt: Question, ask: Ask, raw: bool) -> Answer:
-        deadline_s = time.monotonic() + ask.timeout_s
-        while True:
-            try:
-                return await self.agenerate(prompt, ask, raw=raw)
-            except Exception as error:
-                pause_s = min(getattr(error, "retry_after_s", None) or 1.0, MAX_PAUSE_S) * random.uniform(0.5, 1.5)
-                if answer_for(error).code != QUEUE_FULL or time.monotonic() + pause_s > deadline_s:
-                    raise
-            await asyncio.sleep(pause_s)
+    def embed(self, inputs: Sequence[Prompt], ask: Ask | None = None, *, dimensions: int | None = None) -> Floats:
+        """As ``aembed``, outside an event loop."""
+        return asyncio.run(self.aembed(inputs, ask, dimensions=dimensions))
+
+    async def aembed(
+        self, inputs: Sequence[Prompt], ask: Ask | None = None, *, dimensions: int | None = None
+    ) -> Floats:
+        """Return the embeddings of texts or token ids, one row of length 1 for each, cut to ``dimensions`` numbers.
+
+        Thousands go in calls of ``EMBED_AT_ONCE``, spread over the machines. The first error is raised, and what runs
+        is cancelled. Raises UnsupportedParameterError when the model gives no embeddings.
+        """
+        ask = ask or Ask()
+        model, handle = self._handle(ask.model)
+        rows: list[Floats] = [np.empty(0, np.float32)] * len(inputs)
+        places = asyncio.Semaphore(MAX_EMBED_CALLS)
+
+        async def embed_from(start: int) -> None:
+            part = tuple(inputs[start : start + EMBED_AT_ONCE])
+            async with places:
+                found = await _patiently(lambda: _embeddings(handle, _embed_call(model, part, ask, dimensions)), ask)
+            rows[start : start + EMBED_AT_ONCE] = found
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for start in range(0, len(inputs), EMBED_AT_ONCE):
+                    group.create_task(embed_from(start))
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return np.stack(rows) if rows else np.empty((0, dimensions or 0), np.float32)
 
     def close(self) -> None:
         """Leave the Ray that ``connect`` joined."""
@@ -203,6 +236,28 @@ class Client:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+async def _patiently(act: Callable[[], Awaitable[T]], ask: Ask) -> T:
+    """Do ``act`` again while a full queue refuses it, after the predicted wait and within ``ask.timeout_s``."""
+    deadline_s = time.monotonic() + ask.timeout_s
+    while True:
+        try:
+            return await act()
+        except Exception as error:
+            pause_s = min(getattr(error, "retry_after_s", None) or 1.0, MAX_PAUSE_S) * random.uniform(0.5, 1.5)
+            if answer_for(error).code != QUEUE_FULL or time.monotonic() + pause_s > deadline_s:
+                raise
+        await asyncio.sleep(pause_s)
+
+
+async def _embeddings(handle: Any, call: GenerateCall) -> list[Floats]:
+    found: list[Floats] = [np.empty(0, np.float32)] * call.num_prompts
+    async with ReplicaStream(handle, call) as messages:
+        async for message in messages:
+            for choice in message.choices:
+                found[choice.index] = np.frombuffer(choice.embedding, "<f4")
+    return found
 
 
 class _Batch:
@@ -314,4 +369,19 @@ def _call(model: str, prompt: Question, ask: Ask, raw: bool) -> GenerateCall:
         user=ask.user,
         session_key=ask.session,
         timeout_s=ask.timeout_s,
+    )
+
+
+def _embed_call(model: str, inputs: tuple[Prompt, ...], ask: Ask, dimensions: int | None) -> GenerateCall:
+    return GenerateCall(
+        request_id=f"py-{uuid.uuid4().hex}",
+        model=model,
+        prompts=inputs,
+        sampling=SamplingParams(max_tokens=1, temperature=0.0),
+        max_tokens=1,
+        user=ask.user,
+        session_key=ask.session,
+        timeout_s=ask.timeout_s,
+        embeds=True,
+        dimensions=dimensions,
     )

@@ -27,7 +27,8 @@ class CallRecord:
         self._call = call
         self._is_answered = False
         self.tag = tag_of(call.request_id)
-        self.num_answers = 0 if call.count_only else call.num_choices
+        # Prompts that are only read show in the unread tokens.
+        self.num_answers = 0 if call.count_only else 1 if call.embeds else call.num_choices
         self.num_unread_tokens = num_unread_tokens
 
     def note(self, message: Deltas) -> None:

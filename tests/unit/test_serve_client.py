@@ -6,12 +6,13 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from engine.errors import AdmissionRefusedError, ContextLengthError
-from serve_app.client import Ask, Client, Progress
+from serve_app.client import EMBED_AT_ONCE, Ask, Client, Progress
 from serve_app.errors import ModelUnknownError
-from serve_app.protocol import Deltas, GenerateCall
+from serve_app.protocol import ChoiceDelta, Deltas, GenerateCall, Usage
 from tests.serve_fakes import said
 
 
@@ -33,6 +34,15 @@ class Replicas:
 
     def remote(self, call: GenerateCall) -> Reply:
         return Reply(self, call)
+
+
+def vectors_of(call: GenerateCall) -> Deltas:
+    """For each prompt its number and the dimensions that were asked for."""
+    if "long" in call.prompts:
+        raise ContextLengthError(9, 8, "input")
+    rows = [np.array([float(str(prompt)), call.dimensions or 0], "<f4").tobytes() for prompt in call.prompts]
+    choices = tuple(ChoiceDelta(i, finish_reason="stop", embedding=row) for i, row in enumerate(rows))
+    return Deltas(choices, Usage(1, 0, 0))
 
 
 class Reply:
@@ -60,6 +70,10 @@ class Reply:
             await replicas.gate.wait()
             await asyncio.sleep(0)
             text = str(call.prompts[0])
+            if call.embeds:
+                assert len(call.prompts) <= EMBED_AT_ONCE
+                yield vectors_of(call)
+                return
             if text == "long":
                 raise ContextLengthError(9, 8, "prompt")
         finally:
@@ -111,8 +125,19 @@ async def test_leaving_a_batch_cancels_what_runs_and_asks_no_more() -> None:
     assert replicas.num_cancelled == 5
 
 
+async def test_thousands_are_embedded_in_calls_of_a_few_and_stand_in_order() -> None:
+    inputs = [str(number) for number in range(1000)]
+    found = await Client({"m": Replicas(num_places=5)}).aembed(inputs, dimensions=2)
+    assert found.dtype == np.float32
+    assert found.tolist() == [[float(number), 2.0] for number in range(1000)]
+    assert (await Client({"m": Replicas()}).aembed([])).shape == (0, 0)
+    with pytest.raises(ContextLengthError):
+        await Client({"m": Replicas()}).aembed(["1", "long"])
+
+
 def test_outside_an_event_loop_and_a_model_that_nobody_serves() -> None:
     metal = Client({"m": Replicas()})
+    assert metal.embed(["7"], dimensions=3).tolist() == [[7.0, 3.0]]
     assert [answer.text for answer in metal.generate_many(["a", "b"], raw=True)] == ["a!", "b!"]
     with pytest.raises(ModelUnknownError):
         metal.generate_many(["a"], Ask(model="other"))
