@@ -38,6 +38,7 @@ from serve_app.config import APP_NAME, ray_environment
 from serve_app.errors import ModelUnknownError, answer_for
 from serve_app.protocol import ChatMessage, Deltas, GenerateCall, Prompt, Timings, Usage
 from serve_app.routing.stream import ReplicaStream
+from serve_app.telemetry.tracing import current_headers
 
 DEFAULT_TIMEOUT_S = 600.0
 CONNECT_TIMEOUT_S = 30.0
@@ -369,6 +370,7 @@ def _call(model: str, prompt: Question, ask: Ask, raw: bool) -> GenerateCall:
         user=ask.user,
         session_key=ask.session,
         timeout_s=ask.timeout_s,
+        trace_context=current_headers(),
     )
 
 

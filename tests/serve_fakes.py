@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -17,10 +17,15 @@ from engine.core.engine_core import EngineCore
 from engine.interfaces import PendingStep
 from engine.text.parts import TokenizerParts
 from engine.text.tokenizer import Tokenizer
-from serve_app.ingress.fleet import ServedModel
+from serve_app.autoscaling.journal import ScalingHistory
+from serve_app.ingress.fleet import IngressFamilies, ServedModel
 from serve_app.ingress.http_app import HttpSettings, build_http_app
 from serve_app.protocol import ChoiceDelta, Deltas, GenerateCall, ReplicaStatus, Usage
 from serve_app.replica.calls import CallRunner
+from serve_app.telemetry.logs import LogConfig
+from serve_app.telemetry.observer import ReplicaFamilies, ReplicaObserver, ReplicaView
+from serve_app.telemetry.record import ReplicaName
+from serve_app.telemetry.tracing import Tracing
 from tests.core_fakes import EOS, FACTS, ChainRunner, letter_tokenizer, make_core
 
 MODELS = (ServedModel("chain", 1_700_000_000, ("gpt-4o-mini",)), ServedModel("org/other", 1_700_000_000))
@@ -40,7 +45,26 @@ def prompt_of(messages: Sequence[dict[str, str]]) -> list[int]:
     return list(("".join(f"{m['role']}:{m['content']}\n" for m in messages) + ">").encode())
 
 
-class ScriptedFleet:
+class UnobservedFleet:
+    """What fleets answer that have nothing to show but their statuses."""
+
+    async def statuses(self) -> Sequence[ReplicaStatus]:
+        return []
+
+    async def views(self) -> Sequence[ReplicaView]:
+        return [ReplicaView(status) for status in await self.statuses()]
+
+    async def families(self) -> Sequence[ReplicaFamilies]:
+        return []
+
+    async def ingress_families(self) -> Sequence[IngressFamilies]:
+        return []
+
+    async def scaling(self) -> Mapping[str, ScalingHistory]:
+        return {}
+
+
+class ScriptedFleet(UnobservedFleet):
     """Answers every call with the same items: messages are yielded, errors raised, events awaited."""
 
     models = MODELS
@@ -81,15 +105,28 @@ class ScriptedFleet:
                 yield item
 
 
-class EngineFleet:
+class EngineFleet(UnobservedFleet):
     """One engine of the chain model in a thread of this process: everything but Ray and MLX."""
 
     models = MODELS
 
-    def __init__(self, core: EngineCore | None = None, flush_interval_s: float = 0.0, template: str = TEMPLATE) -> None:
+    def __init__(
+        self,
+        core: EngineCore | None = None,
+        flush_interval_s: float = 0.0,
+        template: str = TEMPLATE,
+        tracing: Tracing | None = None,
+    ) -> None:
         tokenizer = chat_tokenizer(template)
         self.engine = AsyncEngine.in_thread(lambda: core or make_core(), tokenizer)
-        self.runner = CallRunner(self.engine, tokenizer, flush_interval_s=flush_interval_s, max_waiting_requests=64)
+        self.observer = ReplicaObserver(ReplicaName("r0", "node", "mac"), LogConfig(), 512, tracing)
+        self.runner = CallRunner(
+            self.engine,
+            tokenizer,
+            flush_interval_s=flush_interval_s,
+            max_waiting_requests=64,
+            recorder=self.observer.recorder(self.engine.holds),
+        )
 
     async def __aenter__(self) -> EngineFleet:
         await self.engine.start()
@@ -106,6 +143,12 @@ class EngineFleet:
         return [
             ReplicaStatus("r0", "node", "mac", "chain", self.engine.ready, self.runner.num_open, self.engine.status())
         ]
+
+    async def views(self) -> Sequence[ReplicaView]:
+        return [self.observer.view(status) for status in await self.statuses()]
+
+    async def families(self) -> Sequence[ReplicaFamilies]:
+        return [self.observer.families(status) for status in await self.statuses()]
 
 
 class SpeakingRunner(ChainRunner):
@@ -171,9 +214,9 @@ class Client:
             await task
         return reply
 
-    async def get(self, path: str, method: str = "GET") -> Reply:
+    async def get(self, path: str, method: str = "GET", **headers: str) -> Reply:
         """Send a request without a body and wait for the whole reply."""
-        async with self.connection(method, path, b"") as (reply, task):
+        async with self.connection(method, path, b"", **headers) as (reply, task):
             await task
         return reply
 
@@ -220,8 +263,8 @@ class Client:
 
 def client_of(fleet: Any, **settings: Any) -> Client:
     """A client of the application over ``fleet``."""
-    book = settings.pop("book", None)
-    return Client(build_http_app(fleet, replace(SETTINGS, **settings), book))
+    book, watch = settings.pop("book", None), settings.pop("watch", None)
+    return Client(build_http_app(fleet, replace(SETTINGS, **settings), book, watch))
 
 
 def said(*texts: str, finish_reason: str = "stop") -> tuple[Deltas, ...]:

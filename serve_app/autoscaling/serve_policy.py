@@ -10,6 +10,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from serve_app.autoscaling import journal
 from serve_app.autoscaling.policy import FleetLoad, ScalingMemory, ScalingRules, decide
 
 MEMORY = "metalslots_memory"
@@ -29,9 +30,19 @@ class ServeScaling:
         load = self._load(context)
         decision = decide(self._rules, load, state.get(MEMORY, ScalingMemory()), context.current_time)
         if decision.num_replicas != load.num_wanted:
-            # Into the controller's log.
-            logging.getLogger("ray.serve").info("scaling %s: %s", context.deployment_name, decision.reason)
+            self._tell(context, load.num_wanted, decision.num_replicas, decision.reason)
         return decision.num_replicas, {MEMORY: decision.memory, REASON: decision.reason}
+
+    def _tell(self, context: Any, num_before: int, num_after: int, reason: str) -> None:
+        """Into the controller's log, and to where dashboards and metrics read it."""
+        logger = logging.getLogger("ray.serve")
+        logger.info("scaling %s: %s", context.deployment_name, reason)
+        try:
+            noted = journal.NotedScaling(context.current_time, num_before, num_after, reason)
+            journal.note(context.deployment_name, noted)
+        except Exception:
+            # The policy has to go on whatever becomes of its history.
+            logger.exception("the scaling decision could not be noted")
 
     def _load(self, context: Any) -> FleetLoad:
         figures = context.aggregated_metrics or {}

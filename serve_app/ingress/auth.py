@@ -1,26 +1,31 @@
 """Lets in who has a key, as often as the key allows.
 
-Owns: the key in a request's headers, and the answers to those who are not let in. Must not know: what is asked, who
-counts what a key has used (ledger.py).
+Owns: the key in a request's headers or in the dashboard's cookie, and the answers to those who are not let in. Must
+not know: what is asked, who counts what a key has used (ledger.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
+from starlette.requests import cookie_parser
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serve_app.errors import RateLimitError, UnauthorizedError
 from serve_app.ingress.accounts import AccountBook
+from serve_app.ingress.dashboard import pages
 from serve_app.ingress.ledger import Door, LocalDoor, Visit
-from serve_app.ingress.primed import NOTE_KEY, error_response
+from serve_app.ingress.primed import error_response
+from serve_app.ingress.scope import KEY, NOTE
 from serve_app.keys import ApiKey, find_key
 from serve_app.protocol import Deltas
 
 # For balancers and monitoring: they say nothing about anybody's requests.
-OPEN_PATHS = frozenset({"/health", "/metrics"})
-_SCOPE_KEY = "metalslots.key"
+OPEN_PATHS = frozenset({"/health", "/metrics", "/dashboard/sign-in", "/dashboard/static/style.css"})
+COOKIE = "metalslots_key"
+PAGE = "/dashboard"
 _LEASE_S = 3600.0
 
 
@@ -37,8 +42,12 @@ class KeyBook:
             return None
         scheme, _, text = headers.get("authorization", "").partition(" ")
         text = text.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+        return self.key_named(text or _key_of_our_page(headers))
+
+    def key_named(self, text: str) -> ApiKey | None:
+        """The key that is written ``text``; None when no keys are needed. Raises UnauthorizedError."""
         key = find_key(self._keys, text)
-        if key is None:
+        if key is None and self._keys:
             raise UnauthorizedError("The API key is missing or not known here." if text else "An API key is needed.")
         return key
 
@@ -56,11 +65,13 @@ class KeyGuard:
             await self._app(scope, receive, send)
             return
         try:
-            key = scope[_SCOPE_KEY] = self._book.key_of(Headers(scope=scope))
+            key = scope[KEY] = self._book.key_of(Headers(scope=scope))
             # Only what costs something counts: whoever looks at the status does not use up a limit.
             visit = await self._book.door.enter(key) if key is not None and scope["method"] == "POST" else None
         except UnauthorizedError as error:
-            await error_response(error, scope["path"], {"WWW-Authenticate": "Bearer"})(scope, receive, send)
+            is_page = scope["path"] == PAGE and scope["method"] == "GET"
+            response = error_response(error, scope["path"], {"WWW-Authenticate": "Bearer"})
+            await (pages.sign_in() if is_page else response)(scope, receive, send)
             return
         except RateLimitError as error:
             await error_response(error, scope["path"])(scope, receive, send)
@@ -68,7 +79,7 @@ class KeyGuard:
         if visit is None:
             await self._app(scope, receive, send)
             return
-        scope[NOTE_KEY] = _counting(visit)
+        scope[NOTE] = _counting(visit)
         try:
             await self._app(scope, receive, send)
         finally:
@@ -85,7 +96,9 @@ def _counting(visit: Visit) -> Callable[[Deltas], None]:
     return note
 
 
-def key_in(scope: Scope) -> ApiKey | None:
-    """The key that the request in ``scope`` was let in with."""
-    key: ApiKey | None = scope.get(_SCOPE_KEY)
-    return key
+def _key_of_our_page(headers: Headers) -> str:
+    """The key in the cookie that the dashboard's form sets; none in a request that another page has made."""
+    origin, site = headers.get("origin"), headers.get("sec-fetch-site", "same-origin")
+    if site not in ("same-origin", "none") or (origin and urlsplit(origin).netloc != headers.get("host", "")):
+        return ""
+    return cookie_parser(headers.get("cookie", "")).get(COOKIE, "")

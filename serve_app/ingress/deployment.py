@@ -5,20 +5,25 @@ Owns: joining the HTTP application to the handles of the replicas. Must not know
 
 from __future__ import annotations
 
+import platform
 import time
 from collections.abc import Mapping
 from typing import Any
 
+import ray
 from ray import serve
 from starlette.types import ASGIApp
 
-from serve_app.config import AppConfig
+from serve_app.config import APP_NAME, INGRESS_NAME, AppConfig
 from serve_app.ingress.accounts import AccountBook
 from serve_app.ingress.auth import KeyBook
-from serve_app.ingress.fleet import ServedModel, ServeFleet
+from serve_app.ingress.fleet import IngressFamilies, ServedModel, ServeFleet
 from serve_app.ingress.heartbeat import Heartbeat
 from serve_app.ingress.http_app import HttpSettings, build_http_app
 from serve_app.ingress.ledger import Door, LocalDoor, SharedDoor, lease_s
+from serve_app.ingress.observing import IngressWatch
+from serve_app.telemetry.logs import configure_logs
+from serve_app.telemetry.tracing import tracing_from_environment
 
 
 @serve.ingress()
@@ -31,7 +36,13 @@ class Ingress:
         self._ledger = ledger
         now_unix_s = int(time.time())
         models = [ServedModel(model.name, now_unix_s, model.aliases) for model in config.models]
-        self._fleet = ServeFleet(models, handles, config.ingress.status_timeout_s)
+        self._host = platform.node()
+        self._node_id = ray.get_runtime_context().get_node_id()
+        configure_logs(config.logs, f"{INGRESS_NAME}-{self._node_id[:8]}")
+        tracing = tracing_from_environment(service__instance__id=self._node_id, host__name=self._host)
+        self._watch = IngressWatch(tracing.tracer if tracing else None)
+        scaled = {model.name: model.deployment_name for model in config.models if model.scaling is not None}
+        self._fleet = ServeFleet(models, handles, config.ingress.status_timeout_s, _all_ingresses, scaled)
         self._heartbeat = Heartbeat(self._fleet.statuses, config.ingress.heartbeat_s)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
@@ -46,7 +57,7 @@ class Ingress:
             name=serve.get_replica_context().replica_id.unique_id,
         )
         # Serve puts plain-text error handlers of its own into an application that has a place for them; this has none.
-        return build_http_app(self._fleet, settings, KeyBook(self._config.keys, self._door()))
+        return build_http_app(self._fleet, settings, KeyBook(self._config.keys, self._door()), self._watch)
 
     def _door(self) -> Door:
         own = LocalDoor(AccountBook(self._config.keys, lease_s(self._config)))
@@ -56,6 +67,15 @@ class Ingress:
         """Serve calls this every few seconds. The ingress itself is well when it can answer that at all."""
         self._heartbeat.beat(time.monotonic())
 
+    def families(self) -> IngressFamilies:
+        """What this ingress shows to Prometheus."""
+        return IngressFamilies(self._host, self._node_id, tuple(self._watch.families()))
+
     def deployments(self) -> dict[str, str]:
         """Return the deployment of each model by name and alias, for callers that come by handle and not by HTTP."""
         return {name: model.deployment_name for model in self._config.models for name in (model.name, *model.aliases)}
+
+
+def _all_ingresses() -> Any:
+    """The handle of this very deployment: of its replicas on all machines."""
+    return serve.get_deployment_handle(INGRESS_NAME, APP_NAME)

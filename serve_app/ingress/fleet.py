@@ -7,16 +7,31 @@ other data paths stand in for Ray Serve there.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
+from serve_app.autoscaling import journal
+from serve_app.autoscaling.journal import ScalingHistory
 from serve_app.errors import ModelUnknownError
 from serve_app.protocol import Deltas, GenerateCall, ReplicaStatus
 from serve_app.routing.stream import ReplicaStream
+from serve_app.telemetry.families import Family
+from serve_app.telemetry.observer import ReplicaFamilies, ReplicaView
+
+T = TypeVar("T")
 
 CallStream = AbstractAsyncContextManager[AsyncIterator[Deltas]]
+
+
+@dataclass(frozen=True, slots=True)
+class IngressFamilies:
+    """What one ingress shows to Prometheus. ``host``: its machine's name, ``node_id``: Ray's."""
+
+    host: str
+    node_id: str
+    families: tuple[Family, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +59,22 @@ class Fleet(Protocol):
         """Return what every replica that answers in time says of itself."""
         ...
 
+    async def views(self) -> Sequence[ReplicaView]:
+        """Return what they show of themselves to people."""
+        ...
+
+    async def families(self) -> Sequence[ReplicaFamilies]:
+        """Return what they show to Prometheus."""
+        ...
+
+    async def ingress_families(self) -> Sequence[IngressFamilies]:
+        """Return what all ingresses show to Prometheus; none where each answers for itself."""
+        ...
+
+    async def scaling(self) -> Mapping[str, ScalingHistory]:
+        """Return the decisions on how many replicas there should be, by model; none where nobody decides."""
+        ...
+
 
 def find_model(fleet: Fleet, name: str) -> ServedModel:
     """Return the model called ``name``. Raises ModelUnknownError with the names that are known."""
@@ -56,7 +87,17 @@ def find_model(fleet: Fleet, name: str) -> ServedModel:
 class ServeFleet:
     """The fleet behind Ray Serve: one handle for each model."""
 
-    def __init__(self, models: Sequence[ServedModel], handles: Mapping[str, Any], status_timeout_s: float) -> None:
+    def __init__(
+        self,
+        models: Sequence[ServedModel],
+        handles: Mapping[str, Any],
+        status_timeout_s: float,
+        peers: Callable[[], Any] | None = None,
+        scaled: Mapping[str, str] | None = None,
+    ) -> None:
+        """``peers`` returns the handle of all ingresses. ``scaled``: deployments by model, where load says how many."""
+        self._peers = peers
+        self._scaled = scaled or {}
         self._models = tuple(models)
         self._handles = handles
         self._status_timeout_s = status_timeout_s
@@ -72,21 +113,41 @@ class ServeFleet:
 
     async def statuses(self) -> Sequence[ReplicaStatus]:
         """Return what every replica that answers in time says of itself."""
-        answers = await asyncio.gather(*(self._statuses_of(handle) for handle in self._handles.values()))
-        return [status for answer in answers for status in answer]
+        return await self._ask_all("status", ReplicaStatus)
 
-    async def _statuses_of(self, handle: Any) -> Sequence[ReplicaStatus]:
+    async def views(self) -> Sequence[ReplicaView]:
+        """Return what they show of themselves to people."""
+        return await self._ask_all("view", ReplicaView)
+
+    async def families(self) -> Sequence[ReplicaFamilies]:
+        """Return what they show to Prometheus."""
+        return await self._ask_all("metrics", ReplicaFamilies)
+
+    async def ingress_families(self) -> Sequence[IngressFamilies]:
+        """Return what all ingresses show to Prometheus; none where each answers for itself."""
+        return [] if self._peers is None else await self._ask(self._peers(), "families", IngressFamilies)
+
+    async def scaling(self) -> Mapping[str, ScalingHistory]:
+        """Return the decisions on how many replicas there should be, by model."""
+        read = {model: asyncio.to_thread(journal.read, name) for model, name in self._scaled.items()}
+        return dict(zip(read, await asyncio.gather(*read.values()), strict=True))
+
+    async def _ask_all(self, method: str, kind: type[T]) -> list[T]:
+        answers = await asyncio.gather(*(self._ask(handle, method, kind) for handle in self._handles.values()))
+        return [answer for of_model in answers for answer in of_model]
+
+    async def _ask(self, handle: Any, method: str, kind: type[T]) -> list[T]:
         # Not routed like a request: it must get through when every place in every queue is taken.
         try:
             async with asyncio.timeout(self._status_timeout_s):
-                found = await handle.broadcast("status").results_async(return_exceptions=True)
+                found = await handle.broadcast(method).results_async(return_exceptions=True)
         except Exception:
             # No replica at all, or one that hangs and spoils the round for all: ask for any that answers.
-            return await self._status_of_any(handle)
-        return [status for status in found if isinstance(status, ReplicaStatus)]
+            return await self._ask_any(handle, method)
+        return [answer for answer in found if isinstance(answer, kind)]
 
-    async def _status_of_any(self, handle: Any) -> Sequence[ReplicaStatus]:
-        response = handle.options(method_name="status").remote()
+    async def _ask_any(self, handle: Any, method: str) -> list[Any]:
+        response = handle.options(method_name=method).remote()
         try:
             async with asyncio.timeout(self._status_timeout_s):
                 return [await response]

@@ -14,7 +14,6 @@ from starlette.responses import Response
 from serve_app.ingress.answers import AnswerHead, AnswerShape, ChatShape, CompletionShape
 from serve_app.ingress.anthropic import CountShape, MessageShape, count_call, messages_call
 from serve_app.ingress.anthropic_types import CountTokensRequest, MessagesRequest
-from serve_app.ingress.auth import key_in
 from serve_app.ingress.embeddings import EmbeddingResponse, EmbeddingsRequest, embeddings_call
 from serve_app.ingress.fleet import Fleet, find_model
 from serve_app.ingress.openai_types import (
@@ -25,6 +24,7 @@ from serve_app.ingress.openai_types import (
 from serve_app.ingress.primed import ResponseLimits, StreamedResponse, WholeResponse
 from serve_app.ingress.responses import ResponseShape, responses_call
 from serve_app.ingress.responses_types import ResponsesRequest
+from serve_app.ingress.scope import key_in
 from serve_app.ingress.translate import CallContext, chat_call, completion_call
 from serve_app.protocol import GenerateCall
 

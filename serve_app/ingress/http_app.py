@@ -22,8 +22,11 @@ from engine.errors import EngineError
 from serve_app import errors
 from serve_app.ingress.auth import KeyBook, KeyGuard
 from serve_app.ingress.body_limit import BodyLimit
+from serve_app.ingress.dashboard.routes import add_dashboard
 from serve_app.ingress.fleet import Fleet, ServedModel, find_model
 from serve_app.ingress.generation_routes import Generation, add_anthropic_routes, add_openai_routes
+from serve_app.ingress.metrics import metrics_text
+from serve_app.ingress.observing import IngressWatch, Observing
 from serve_app.ingress.primed import ResponseLimits, error_response
 from serve_app.ingress.request_ids import RequestIds
 from serve_app.ingress.validation import explain
@@ -59,9 +62,11 @@ class ErrorBody(BaseModel):
     error: ErrorObject
 
 
-def build_http_app(fleet: Fleet, settings: HttpSettings, book: KeyBook | None = None) -> ASGIApp:
+def build_http_app(
+    fleet: Fleet, settings: HttpSettings, book: KeyBook | None = None, watch: IngressWatch | None = None
+) -> ASGIApp:
     """Return the application. Without ``book``, or with an empty one, it asks for no keys."""
-    book = book or KeyBook(())
+    book, watch = book or KeyBook(()), watch or IngressWatch()
     app = FastAPI(
         title="metalslots",
         docs_url=None,
@@ -75,6 +80,8 @@ def build_http_app(fleet: Fleet, settings: HttpSettings, book: KeyBook | None = 
     add_anthropic_routes(app, generation)
     _add_models(app, fleet)
     _add_status(app, fleet, book, settings.name)
+    _add_metrics(app, fleet, watch)
+    add_dashboard(app, fleet, book, generation)
     guarded: ASGIApp = KeyGuard(BodyLimit(app, settings.max_body_bytes), book)
     if settings.cors_origins:
         # Outermost: a browser asks whether it may ask before it sends any key.
@@ -85,7 +92,7 @@ def build_http_app(fleet: Fleet, settings: HttpSettings, book: KeyBook | None = 
             allow_headers=["*"],
             expose_headers=["x-request-id", "x-route", "x-queue-ms", "x-ttft-ms", "retry-after"],
         )
-    return RequestIds(guarded, echoes=settings.echoes_request_ids)
+    return RequestIds(Observing(guarded, watch), echoes=settings.echoes_request_ids)
 
 
 def _add_models(app: FastAPI, fleet: Fleet) -> None:
@@ -120,6 +127,14 @@ def _add_status(app: FastAPI, fleet: Fleet, book: KeyBook, name: str) -> None:
             "keys": await book.door.usage(),
             "decisions": [asdict(decision) for decision in JOURNAL.newest(NUM_DECISIONS_SHOWN)],
         }
+
+
+def _add_metrics(app: FastAPI, fleet: Fleet, watch: IngressWatch) -> None:
+    @app.get("/metrics", response_class=Response)
+    async def metrics(request: Request) -> Response:
+        """The whole fleet's figures as Prometheus reads them."""
+        text, content_type = await metrics_text(fleet, watch, request.headers.get("accept", ""))
+        return Response(text, media_type=content_type)
 
 
 def _add_error_handlers(app: FastAPI) -> None:

@@ -28,12 +28,11 @@ from serve_app.ingress import sse
 from serve_app.ingress.answers import AnswerShape
 from serve_app.ingress.error_bodies import error_body
 from serve_app.ingress.fleet import CallStream
+from serve_app.ingress.scope import note_in, observation_in
 from serve_app.protocol import Deltas, GenerateCall, Timings
 from serve_app.routing.decision import Decision
 
 T = TypeVar("T")
-# Where a request's scope may hold a function that is to see every message of its answer.
-NOTE_KEY = "metalslots.note"
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +61,7 @@ class PrimedResponse(Response, ABC):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, until the answer is complete or the client has left."""
-        answering = asyncio.create_task(self._answer(Sender(send, scope["path"]), scope.get(NOTE_KEY)))
+        answering = asyncio.create_task(self._answer(Sender(send, scope["path"]), scope))
         leaving = asyncio.create_task(_client_left(receive))
         try:
             await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -75,20 +74,26 @@ class PrimedResponse(Response, ABC):
     async def write(self, messages: AsyncIterator[Deltas], sender: Sender) -> None:
         """Send the answer."""
 
-    async def _answer(self, sender: Sender, note: Callable[[Deltas], None] | None) -> None:
+    async def _answer(self, sender: Sender, scope: Scope) -> None:
+        observation, note = observation_in(scope), note_in(scope)
+        call = observation.opening(self._call) if observation else self._call
+        stream: CallStream | None = None
         try:
-            async with asyncio.timeout(self._limits.timeout_s), self._open_call(self._call) as messages:
+            stream = self._open_call(call)
+            async with asyncio.timeout(self._limits.timeout_s), stream as messages:
                 sender.more_headers = partial(_routing_headers, messages)
                 await self.write(_noting(messages, note) if note else messages, sender)
-        except TimeoutError:
-            await sender.fail(answer_for(RequestTimeoutError(self._limits.timeout_s)))
         except Exception as error:
-            answer = answer_for(error)
+            is_late = isinstance(error, TimeoutError)
+            answer = answer_for(RequestTimeoutError(self._limits.timeout_s) if is_late else error)
             if answer.status == 500:
-                logger.exception(
-                    "request %s (the client calls it %r) failed", self._call.request_id, self._call.client_request_id
-                )
+                logger.exception("request %s (the client calls it %r) failed", call.request_id, call.client_request_id)
+            if observation:
+                observation.failed(answer)
             await sender.fail(answer)
+        finally:
+            if observation:
+                observation.routed(getattr(stream, "decision", None))
 
 
 class ShapedResponse(PrimedResponse, ABC):
@@ -217,8 +222,22 @@ def _timing_headers(timings: Timings | None) -> dict[str, str]:
     return {name: f"{seconds * 1000:.1f}" for name, seconds in marks.items() if seconds is not None}
 
 
+class ErrorResponse(Response):
+    """The whole response for an error that came before any call was made. ``path``: what was asked for."""
+
+    def __init__(self, error: BaseException, path: str, headers: Mapping[str, str] | None = None) -> None:
+        self._answer = answer_for(error)
+        content: Any = json.dumps(error_body(self._answer, path))
+        headers = {**self._answer.headers, **(headers or {})}
+        super().__init__(content, self._answer.status, headers, "application/json")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it, and say so to who watches."""
+        if observation := observation_in(scope):
+            observation.failed(self._answer)
+        await super().__call__(scope, receive, send)
+
+
 def error_response(error: BaseException, path: str, headers: Mapping[str, str] | None = None) -> Response:
     """Return the whole response for an error that came before any call was made. ``path``: what was asked for."""
-    answer = answer_for(error)
-    content: Any = json.dumps(error_body(answer, path))
-    return Response(content, answer.status, {**answer.headers, **(headers or {})}, "application/json")
+    return ErrorResponse(error, path, headers)

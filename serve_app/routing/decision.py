@@ -39,7 +39,10 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One choice. ``order``: the best replicas, best first. ``alternatives``: the best of those not chosen."""
+    """One choice. ``order``: the best replicas, best first. ``alternatives``: the best of those not chosen.
+
+    ``decided_unix_s``: when, as whoever asked for the choice has noted; 0 where nobody has.
+    """
 
     request_id: str
     reason: Reason
@@ -48,6 +51,7 @@ class Decision:
     order: tuple[str, ...]
     num_prompt_tokens: int
     num_usable: int
+    decided_unix_s: float = 0.0
 
     def sentence(self) -> str:
         """Return the record as a person would say it."""

@@ -89,6 +89,7 @@ class MetalRouter(RequestRouter):
         decision = self._policy.choose(request, time.monotonic())
         if decision is None:
             return [candidate_replicas]
+        decision = replace(decision, decided_unix_s=time.time())
         journal.JOURNAL.note(decision)
         # The replica's account of the call tells why it came there.
         pending_request.args = [replace(call, route=_route_of(decision)), *pending_request.args[1:]]
@@ -199,5 +200,5 @@ def _route_of(decision: Decision) -> Route:
         total_s=chosen.total_s,
         num_cached_tokens=chosen.num_cached_tokens,
         num_usable=decision.num_usable,
-        decided_unix_s=time.time(),
+        decided_unix_s=decision.decided_unix_s,
     )

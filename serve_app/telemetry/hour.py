@@ -16,6 +16,7 @@ from serve_app.telemetry.record import CANCELLED, OK, CallRecord
 from serve_app.telemetry.recorder import Tokens
 
 NUM_MINUTES = 60
+RATE_S = 5
 _GROWTH = math.log(1.1)
 _LEAST_S = 1e-5
 _MINUTE_S = 60.0
@@ -44,11 +45,13 @@ class LastHour:
 
     def __init__(self) -> None:
         self._minutes: deque[Minute] = deque()
+        self._seconds: deque[tuple[int, int]] = deque()
 
     def tokens(self, tokens: Tokens, now_s: float) -> None:
         """Count new tokens at Unix time ``now_s``."""
         minute = self._at(now_s)
         minute.num_output_tokens += tokens.num_output
+        self._count_second(int(now_s), tokens.num_output)
         for gap_s in tokens.gaps_s:
             count(minute.gap, gap_s)
         for num_prompt, num_cached in tokens.first_of:
@@ -68,6 +71,11 @@ class LastHour:
             if answer.queue_s is not None:
                 count(minute.queue, answer.queue_s)
 
+    def tokens_per_s(self, now_s: float) -> float:
+        """Output tokens a second over the last ``RATE_S`` whole seconds."""
+        second = int(now_s)
+        return sum(num for at, num in self._seconds if second - RATE_S <= at < second) / RATE_S
+
     def minutes(self, now_s: float) -> tuple[Minute, ...]:
         """The minutes that are still within the hour, oldest first; the present one is the last, if there is one."""
         self._forget(int(now_s // _MINUTE_S))
@@ -79,6 +87,13 @@ class LastHour:
             self._minutes.append(Minute(number))
             self._forget(number)
         return self._minutes[-1]
+
+    def _count_second(self, second: int, num_tokens: int) -> None:
+        if self._seconds and self._seconds[-1][0] == second:
+            num_tokens += self._seconds.pop()[1]
+        self._seconds.append((second, num_tokens))
+        while self._seconds[0][0] < second - RATE_S:
+            self._seconds.popleft()
 
     def _forget(self, number: int) -> None:
         while self._minutes and self._minutes[0].number <= number - NUM_MINUTES:

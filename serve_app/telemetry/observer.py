@@ -37,9 +37,10 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaView:
-    """What a replica shows of itself to people: its status, its last hour, its newest failures."""
+    """What a replica shows of itself to people: its status, its pace now, its last hour, its newest failures."""
 
     status: ReplicaStatus
+    tokens_per_s: float = 0.0
     minutes: tuple[Minute, ...] = ()
     failures: tuple[Failure, ...] = ()
 
@@ -74,7 +75,9 @@ class ReplicaObserver:
 
     def view(self, status: ReplicaStatus) -> ReplicaView:
         """What people see."""
-        return ReplicaView(status, self._recent.hour.minutes(time.time()), tuple(self._recent.failures))
+        now_unix_s, hour = time.time(), self._recent.hour
+        failures = tuple(self._recent.failures)
+        return ReplicaView(status, hour.tokens_per_s(now_unix_s), hour.minutes(now_unix_s), failures)
 
     def families(self, status: ReplicaStatus) -> ReplicaFamilies:
         """What Prometheus sees."""
