@@ -31,6 +31,7 @@ from serve_app.ingress.primed import ResponseLimits, error_response
 from serve_app.ingress.request_ids import RequestIds
 from serve_app.ingress.validation import explain
 from serve_app.routing.journal import JOURNAL
+from serve_app.telemetry.families import CONTENT_TYPE
 
 NUM_DECISIONS_SHOWN = 20
 
@@ -131,10 +132,9 @@ def _add_status(app: FastAPI, fleet: Fleet, book: KeyBook, name: str) -> None:
 
 def _add_metrics(app: FastAPI, fleet: Fleet, watch: IngressWatch) -> None:
     @app.get("/metrics", response_class=Response)
-    async def metrics(request: Request) -> Response:
+    async def metrics() -> Response:
         """The whole fleet's figures as Prometheus reads them."""
-        text, content_type = await metrics_text(fleet, watch, request.headers.get("accept", ""))
-        return Response(text, media_type=content_type)
+        return Response(await metrics_text(fleet, watch), media_type=CONTENT_TYPE)
 
 
 def _add_error_handlers(app: FastAPI) -> None:

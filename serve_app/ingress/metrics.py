@@ -18,8 +18,8 @@ from serve_app.telemetry.observer import ReplicaFamilies
 _NODE_ID_CHARACTERS = 6
 
 
-async def metrics_text(fleet: Fleet, watch: IngressWatch, accept: str) -> tuple[bytes, str]:
-    """Return Prometheus' text and its content type. Replicas that do not answer are missing from it."""
+async def metrics_text(fleet: Fleet, watch: IngressWatch) -> bytes:
+    """Return Prometheus' text. Replicas that do not answer are missing from it."""
     replicas = await fleet.families()
     ingresses = await fleet.ingress_families() or [IngressFamilies("", "", tuple(watch.families()))]
     families = [
@@ -27,7 +27,7 @@ async def metrics_text(fleet: Fleet, watch: IngressWatch, accept: str) -> tuple[
         *_of_ingresses(ingresses),
         *_of_fleet([model.name for model in fleet.models], replicas, await fleet.scaling()),
     ]
-    return exposition(joined(families), accept)
+    return exposition(joined(families))
 
 
 def _of_replicas(replicas: Sequence[ReplicaFamilies]) -> list[Family]:

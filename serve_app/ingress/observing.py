@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from opentelemetry.semconv.attributes import http_attributes as http
 from opentelemetry.semconv.attributes.error_attributes import ERROR_TYPE
@@ -99,13 +98,9 @@ class Observation:
         self.status = 0
 
     def opening(self, call: GenerateCall) -> GenerateCall:
-        """A call is about to be made; returns it with what its replica is to know of who asks."""
-        key = key_in(self._scope)
-        more: dict[str, Any] = {"key_name": key.name} if key is not None else {}
-        if self._span is not None:
-            more["trace_context"] = headers_of(self._span)
+        """A call is about to be made; returns it with the span that it belongs to."""
         self._opened_unix_s = time.time()
-        self._call = replace(call, **more) if more else call
+        self._call = call if self._span is None else replace(call, trace_context=headers_of(self._span))
         return self._call
 
     def routed(self, decision: Decision | None) -> None:

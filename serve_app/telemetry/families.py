@@ -6,18 +6,17 @@ Each process has a registry of its own; whoever is scraped asks the others, so o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import choose_encoder
-from prometheus_client.metrics_core import Metric
 
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 Labels = tuple[tuple[str, str], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
+class Sample(NamedTuple):
     """One number. ``name``: the family's, with an ending where the kind has one."""
 
     name: str
@@ -68,7 +67,7 @@ def labelled(families: Iterable[Family], **labels: str) -> list[Family]:
     """The same with ``labels`` on every sample."""
     more = tuple(labels.items())
     return [
-        replace(family, samples=tuple(replace(sample, labels=more + sample.labels) for sample in family.samples))
+        replace(family, samples=tuple([Sample(name, more + own, value) for name, own, value in family.samples]))
         for family in families
     ]
 
@@ -84,21 +83,24 @@ def joined(families: Iterable[Family]) -> list[Family]:
     ]
 
 
-def exposition(families: Sequence[Family], accept: str = "") -> tuple[bytes, str]:
-    """Prometheus' text, and its content type, in the format that ``accept`` (the HTTP header) asks for."""
-    encoder, content_type = choose_encoder(accept)
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collector(families))
-    return encoder(registry), content_type
+def exposition(families: Iterable[Family]) -> bytes:
+    """Prometheus' text format, version 0.0.4."""
+    lines: list[str] = []
+    for family in families:
+        # In this format, other than in what a registry holds, a counter's name has its ending.
+        name = f"{family.name}_total" if family.kind == "counter" else family.name
+        lines.append(f"# HELP {name} {_escaped(family.text, quotes=False)}\n# TYPE {name} {family.kind}\n")
+        lines += [_line(sample) for sample in family.samples]
+    return "".join(lines).encode()
 
 
-class _Collector:
-    def __init__(self, families: Sequence[Family]) -> None:
-        self._families = families
+def _line(sample: Sample) -> str:
+    labels = ",".join([f'{name}="{_escaped(value)}"' for name, value in sample.labels])
+    return f"{sample.name}{{{labels}}} {sample.value!r}\n" if labels else f"{sample.name} {sample.value!r}\n"
 
-    def collect(self) -> Iterator[Metric]:
-        for family in self._families:
-            metric = Metric(family.name, family.text, family.kind)
-            for sample in family.samples:
-                metric.add_sample(sample.name, dict(sample.labels), sample.value)
-            yield metric
+
+def _escaped(text: str, *, quotes: bool = True) -> str:
+    if "\\" in text or "\n" in text or '"' in text:
+        text = text.replace("\\", "\\\\").replace("\n", "\\n")
+        return text.replace('"', '\\"') if quotes else text
+    return text

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from serve_app.telemetry.record import AnswerRecord, CallRecord
+from serve_app.telemetry.record import NUM_ANSWERS_TOLD, AnswerRecord, CallRecord
 from serve_app.telemetry.recorder import Tokens
 
 CALLS = "metalslots.calls"
@@ -108,7 +108,9 @@ def sentence_of(record: CallRecord) -> str:
     who = f" key={call.key_name}" if call.key_name else ""
     route = f" route={call.route.reason}" if call.route else ""
     parts = [f"{call.request_id}{who} {record.outcome} after {_ms(record.duration_s)} on {record.replica.host}{route}"]
-    parts += [_answer_sentence(answer, len(record.answers)) for answer in record.answers]
+    parts += [_answer_sentence(answer, len(record.answers)) for answer in record.answers[:NUM_ANSWERS_TOLD]]
+    if len(record.answers) > NUM_ANSWERS_TOLD:
+        parts.append(f"{len(record.answers)} answers in all")
     return "; ".join(parts)
 
 

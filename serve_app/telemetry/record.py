@@ -26,6 +26,8 @@ FINISHED_REASONS = {
     FinishReason.ERROR: "error",
 }
 OK = "ok"
+# Of a call with thousands of prompts so many answers are told one by one; the sums are of all.
+NUM_ANSWERS_TOLD = 32
 CANCELLED = "cancelled"
 
 
@@ -147,6 +149,8 @@ class CallRecord:
     @property
     def operation(self) -> str:
         """The kind of call, in the words of the GenAI conventions."""
+        if self.call.embeds:
+            return "embeddings"
         return "chat" if self.call.messages else "text_completion"
 
     @property
@@ -215,7 +219,8 @@ class CallRecord:
             "output_tokens": self.num_output_tokens,
             "preemptions": self.num_preemptions,
             "waited_s": dict(self.waited_s),
-            "answers": [answer.as_dict() for answer in self.answers],
+            "num_answers": len(self.answers),
+            "answers": [answer.as_dict() for answer in self.answers[:NUM_ANSWERS_TOLD]],
         }
 
 

@@ -20,7 +20,7 @@ from opentelemetry.semconv.attributes.error_attributes import ERROR_TYPE
 from opentelemetry.trace import SpanKind, Status, StatusCode, Tracer, set_span_in_context
 
 from engine.request import SamplingParams, WaitReason
-from serve_app.telemetry.record import CANCELLED, OK, AnswerRecord, CallRecord
+from serve_app.telemetry.record import CANCELLED, NUM_ANSWERS_TOLD, OK, AnswerRecord, CallRecord
 from serve_app.telemetry.recorder import Tokens
 from serve_app.telemetry.tracing import context_from
 
@@ -52,7 +52,7 @@ class SpanSink:
                 span.set_attribute(ERROR_TYPE, record.outcome)
                 span.set_status(Status(StatusCode.ERROR))
             parent = set_span_in_context(span)
-            for answer in record.answers:
+            for answer in record.answers[:NUM_ANSWERS_TOLD]:
                 self._answer(answer, parent, clock)
         span.end(clock.ns(record.finished_s))
 
@@ -117,7 +117,7 @@ def _call_attributes(record: CallRecord) -> dict[str, Value]:
         gen_ai.GEN_AI_USAGE_OUTPUT_TOKENS: record.num_output_tokens,
         gen_ai.GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS: record.num_cached_tokens,
         gen_ai.GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK: record.ttft_s,
-        gen_ai.GEN_AI_RESPONSE_FINISH_REASONS: [answer.finished_reason for answer in record.answers] or None,
+        gen_ai.GEN_AI_RESPONSE_FINISH_REASONS: _finish_reasons(record) or None,
         "metalslots.outcome": record.outcome,
         "metalslots.key": call.key_name or None,
         "metalslots.replica": record.replica.replica_id,
@@ -128,6 +128,10 @@ def _call_attributes(record: CallRecord) -> dict[str, Value]:
     found |= _sampling_attributes(call.sampling, call.max_tokens, call.n)
     found |= {f"metalslots.{name}": value for name, value in _waits(record.waited_s).items()}
     return {name: value for name, value in found.items() if value is not None}
+
+
+def _finish_reasons(record: CallRecord) -> list[str]:
+    return [answer.finished_reason for answer in record.answers[:NUM_ANSWERS_TOLD]]
 
 
 def _sampling_attributes(sampling: SamplingParams, max_tokens: int | None, n: int) -> dict[str, Value | None]:
