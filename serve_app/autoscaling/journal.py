@@ -10,8 +10,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from ray.experimental import internal_kv
-
 NAMESPACE = "metalslots-scaling"
 NUM_KEPT = 20
 
@@ -43,12 +41,17 @@ class ScalingHistory:
 
 def note(deployment: str, noted: NotedScaling) -> None:
     """Keep a decision. A few milliseconds; decisions are rare."""
+    # Imported where it is used: who only reads what a history is does not load Ray.
+    from ray.experimental import internal_kv
+
     history = read(deployment).plus(noted)
     internal_kv._internal_kv_put(deployment, json.dumps(asdict(history)), namespace=NAMESPACE.encode())
 
 
 def read(deployment: str) -> ScalingHistory:
     """Return a deployment's decisions; none when there are none, or Ray's store does not answer."""
+    from ray.experimental import internal_kv
+
     try:
         found = internal_kv._internal_kv_get(deployment, namespace=NAMESPACE.encode())
     except Exception:
