@@ -16,6 +16,7 @@ struct dim3 {
 extern dim3 threadIdx, blockIdx, gridDim;
 void __syncthreads();
 float __shfl_xor_sync(unsigned int lanes, float value, int mask);
+float rsqrtf(float x);
 float __int_as_float(int bits);
 int min(int a, int b);
 int max(int a, int b);

@@ -34,6 +34,7 @@ half exp2(half x);
 namespace precise {
 float sin(float x);
 float cos(float x);
+float rsqrt(float x);
 }  // namespace precise
 float tanh(float x);
 half tanh(half x);

@@ -17,13 +17,9 @@ from mlx.nn.layers.positional_encoding import RoPE
 
 from engine.mlx_backend.kernels import reference
 from engine.mlx_backend.kernels.rotating import Heads, RotationKernel
+from engine.mlx_backend.layer_trial import POSITIONS, Recorder, near, random_rows
 from engine.mlx_backend.mlx_lm_parts import Model
-from engine.mlx_backend.paged_cache import PagedLayerCache
 from engine.mlx_backend.row_products import QUERY_KEY_VALUE, ProductGroup, RowProducts
-
-_POSITIONS = (3, 977)
-# Relative L2 distance, by bytes of a number: rounding, not another computation.
-_TOLERANCES = {4: 1e-4, 2: 2e-2}
 
 QueriesKeysValues = tuple[mx.array, mx.array, mx.array]
 
@@ -84,26 +80,6 @@ class _WaitingRotation:
         return rotated
 
 
-class _Recorder(PagedLayerCache):
-    """Takes what an attention layer hands to its cache."""
-
-    def __init__(self, positions: mx.array) -> None:
-        self._positions = positions
-        self.handed: list[mx.array] = []
-
-    @property
-    def offset(self) -> mx.array:
-        return self._positions
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        self.handed += [keys, values]
-        return keys, values
-
-    def attend(self, queries: mx.array, scale: float, sinks: mx.array | None) -> mx.array:
-        self.handed.insert(0, queries)
-        return queries
-
-
 def _group_of(module: Model) -> ProductGroup | None:
     """The group that the module's query, key and value share."""
     children = module.children()
@@ -114,10 +90,7 @@ def _group_of(module: Model) -> ProductGroup | None:
 
 def _heads_of(module: Model, rope: Model, group: ProductGroup) -> tuple[Heads, mx.array] | None:
     """The layer's heads and frequencies, if it does no more to its products before attention than split and rotate."""
-    random = np.random.default_rng(6)
-    positions = mx.array(_POSITIONS, mx.int32)
-    x = random.standard_normal((len(_POSITIONS), 1, group.weight.shape[1])).astype(np.float32)
-    recorder, rows = _Recorder(positions), mx.array(x).astype(group.weight.dtype)
+    recorder, rows = Recorder(), random_rows(group.weight.shape[1], group.weight.dtype)
     try:
         module(rows, mask=None, cache=recorder)
     except Exception:  # another signature, another cache: not a layer that this is for
@@ -128,9 +101,9 @@ def _heads_of(module: Model, rope: Model, group: ProductGroup) -> tuple[Heads, m
     heads, frequencies = Heads(num_heads, num_kv_heads, dim), _frequencies_of(rope, dim)
     if frequencies is None or heads.width != group.weight.shape[0]:
         return None
-    wanted = reference.rotate(group.joined(rows), positions, frequencies, heads)
-    near = all(_near(array, other) for array, other in zip(recorder.handed, wanted, strict=True))
-    return (heads, frequencies) if near else None
+    wanted = reference.rotate(group.joined(rows), mx.array(POSITIONS, mx.int32), frequencies, heads)
+    same = all(near(array, other) for array, other in zip(recorder.handed, wanted, strict=True))
+    return (heads, frequencies) if same else None
 
 
 def _frequencies_of(rope: Model, dim: int) -> mx.array | None:
@@ -146,10 +119,3 @@ def _frequencies_of(rope: Model, dim: int) -> mx.array | None:
         return None
     mx.eval(frequencies)
     return frequencies
-
-
-def _near(ours: mx.array, wanted: mx.array) -> bool:
-    if ours.shape != wanted.shape:
-        return False
-    distance = mx.linalg.norm(ours.astype(mx.float32) - wanted) / mx.maximum(mx.linalg.norm(wanted), 1e-6)
-    return float(np.array(distance)) <= _TOLERANCES[ours.dtype.size]

@@ -14,9 +14,11 @@ import numpy as np
 
 from engine.batch import BlockCopy
 from engine.mlx_backend.fused_heads import FusedHeads
+from engine.mlx_backend.fused_norms import FusedNorms
 from engine.mlx_backend.gpu_cache import GpuLayerCache, GpuStep, KernelBook
 from engine.mlx_backend.gpu_inputs import HostStep, StepShape
 from engine.mlx_backend.input_batch import StepInputs
+from engine.mlx_backend.kernels.norming import AddNormKernel
 from engine.mlx_backend.kernels.projecting import ProjectionKernel
 from engine.mlx_backend.kernels.rotating import RotationKernel
 from engine.mlx_backend.kernels.sampling import SampleKernel
@@ -32,7 +34,8 @@ class GpuModel(PackedModel):
     """One model over its own pools, computed with the paged kernels. Use from one thread.
 
     ``sampling`` None means that the sampling kernel is off: then ``logits`` is all there is. ``compiles``: whether
-    steps whose shapes recur are compiled.
+    steps whose shapes recur are compiled. ``num_fused_heads``: layers whose heads the rotation
+    kernel splits and rotates.
     """
 
     def __init__(
@@ -57,6 +60,8 @@ class GpuModel(PackedModel):
         )
         self.products = _products_of(loaded, book)
         fused = _fused_heads_of(loaded, book, self.products)
+        self.num_fused_heads = 0 if fused is None else fused.num_layers
+        self.norms = _fused_norms_of(loaded, book)
         self.layers = [GpuLayerCache(pool, self._holder, max_model_len, book, fused) for pool in self.pools]
         self.caches = list(self.layers)
         self.sampling = sampling
@@ -148,7 +153,10 @@ class GpuModel(PackedModel):
             gathered=shape.gathered,
             arrays=arrays,
         )
-        with self.products.step(use) if self.products is not None else nullcontext():
+        with (
+            self.products.step(use) if self.products is not None else nullcontext(),
+            self.norms.step() if self.norms is not None else nullcontext(),
+        ):
             return self.forward_both(cast(StepInputs, step))
 
     def _choose(self, logits: mx.array, arrays: dict[str, mx.array], last_tokens: mx.array) -> list[mx.array]:
@@ -172,6 +180,14 @@ def _fused_heads_of(loaded: LoadedModel, book: KernelBook, products: RowProducts
     fused = FusedHeads(products, RotationKernel(book.factory))
     fused.take_over(loaded.model)
     return fused
+
+
+def _fused_norms_of(loaded: LoadedModel, book: KernelBook) -> FusedNorms | None:
+    if not book.tuning.fuses_norms:
+        return None
+    norms = FusedNorms(AddNormKernel(book.factory))
+    norms.take_over(loaded.model)
+    return norms
 
 
 def remember(last_tokens: mx.array, slots: mx.array, tokens: mx.array) -> mx.array:

@@ -18,6 +18,7 @@ import numpy as np
 from engine.mlx_backend.gpu_cache import KernelBook
 from engine.mlx_backend.kernels import reference
 from engine.mlx_backend.kernels.launch import KernelFactory
+from engine.mlx_backend.kernels.norming import AddNormKernel
 from engine.mlx_backend.kernels.projecting import ProjectionKernel
 from engine.mlx_backend.kernels.rotating import Heads, RotationKernel
 from engine.mlx_backend.kernels.sampling import SampleKernel
@@ -32,8 +33,9 @@ _ORDER_STEPS = 12
 _VOCAB_SIZE_TOKENS = 3001
 
 # Kernels that can be turned off alone.
-SAMPLING, CHUNK_ATTENTION, PROJECTIONS, ROTATION = "sampling", "chunk attention", "projections", "rotation"
-OPTIONAL = frozenset({SAMPLING, CHUNK_ATTENTION, PROJECTIONS, ROTATION})
+SAMPLING, CHUNK_ATTENTION, PROJECTIONS = "sampling", "chunk attention", "projections"
+ROTATION, NORMS = "rotation", "residual norms"
+OPTIONAL = frozenset({SAMPLING, CHUNK_ATTENTION, PROJECTIONS, ROTATION, NORMS})
 
 Arrays = Sequence[mx.array]
 
@@ -227,6 +229,25 @@ def rotation_trial(factory: KernelFactory, dtype: mx.Dtype, head_dim: int) -> Ve
         return results, reference.rotate(joined, positions, frequencies, heads)
 
     return judge(ROTATION, trial, _TOLERANCES[dtype])
+
+
+def norm_trial(factory: KernelFactory, dtype: mx.Dtype) -> Verdict:
+    """The kernel of a residual and its norm, for a width that leaves threads idle and one that gives them several."""
+
+    def trial() -> tuple[Arrays, Arrays]:
+        random = np.random.default_rng(8)
+        results: list[mx.array] = []
+        wanted: list[mx.array] = []
+        for width in (72, 9000):
+            x, y, weight = (
+                mx.array(random.standard_normal(shape).astype(np.float32)).astype(dtype)
+                for shape in ((3, 1, width), (3, 1, width), (width,))
+            )
+            results += AddNormKernel(factory)(x, y, weight, mx.array([1e-5], mx.float32))
+            wanted += reference.add_norm(x, y, weight, 1e-5)
+        return results, wanted
+
+    return judge(NORMS, trial, _TOLERANCES[dtype])
 
 
 def judge(name: str, trial: Callable[[], tuple[Arrays, Arrays]], tolerance: float) -> Verdict:

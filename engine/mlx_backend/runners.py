@@ -15,12 +15,14 @@ from engine.mlx_backend.gpu_cache import KernelBook
 from engine.mlx_backend.gpu_runner import GpuModelRunner
 from engine.mlx_backend.kernel_check import (
     CHUNK_ATTENTION,
+    NORMS,
     OPTIONAL,
     PROJECTIONS,
     ROTATION,
     SAMPLING,
     Trials,
     Verdict,
+    norm_trial,
     projection_trial,
     rotation_trial,
     sampling_trial,
@@ -97,6 +99,7 @@ def _without(tuning: Tuning, failed: set[str]) -> Tuning:
         pages_chunks=tuning.pages_chunks and CHUNK_ATTENTION not in failed,
         projects_rows=tuning.projects_rows and PROJECTIONS not in failed,
         rotates_heads=tuning.rotates_heads and ROTATION not in failed,
+        fuses_norms=tuning.fuses_norms and NORMS not in failed,
     )
 
 
@@ -114,6 +117,8 @@ def check_kernels(
     if tuning.rotates_heads:
         for head_dim in sorted({layer.k_head_dim for layer in loaded.layers if layer.k_head_dim % 2 == 0}):
             yield rotation_trial(factory, loaded.compute_dtype, head_dim)
+    if tuning.fuses_norms:
+        yield norm_trial(factory, loaded.compute_dtype)
     yield sampling_trial(factory, loaded.compute_dtype)
 
 

@@ -7,6 +7,7 @@ between plateaus; medians and ranges are printed. ``--only`` picks sections.
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import statistics
 import time
@@ -45,6 +46,11 @@ def spread(values: Sequence[float], digits: int = 0) -> str:
     return f"{middle:.{digits}f} ({low:.{digits}f}..{high:.{digits}f})"
 
 
+def _mlx_environment() -> dict[str, str]:
+    """What of MLX is set from outside: sizes of its CUDA graphs, say."""
+    return {name: value for name, value in os.environ.items() if name.startswith("MLX_")}
+
+
 def prompt(draw: random.Random, length: int) -> tuple[int, ...]:
     return tuple(draw.randrange(1000) for _ in range(length))
 
@@ -62,6 +68,7 @@ class Bench:
         started_s = time.perf_counter()
         self.runner.warm_up()
         say(f"warm-up {time.perf_counter() - started_s:.1f} s; decode steps, ms by rows:", self._rungs())
+        say("steps with chunks:", self._chunk_use(), "| environment:", _mlx_environment())
 
     def new_runner(self, slots: int, num_blocks: int) -> GpuModelRunner:
         target = gpu_target()
@@ -79,9 +86,13 @@ class Bench:
     def _rungs(self) -> dict[int, str]:
         products = self.runner._model.products if self.runner._model else None
         return {
-            rung: f"{time_s * 1e3:.2f} {products.use[rung].name if products and rung in products.use else ''}"
+            rung: f"{time_s * 1e3:.2f} {products.uses[rung].name if products and rung in products.uses else ''}"
             for rung, time_s in self.runner.rung_times_s.items()
         }
+
+    def _chunk_use(self) -> str:
+        products = self.runner._model.products if self.runner._model else None
+        return products.chunk_use.name if products else ""
 
     def serve(self, works: Sequence[Work], slots: int, **options: Any) -> Run:
         return serve(
@@ -193,7 +204,7 @@ def newcomer(bench: Bench) -> None:
     newcomer = Work(prompt(draw, 16_384), 2)
     p50_s = at(bench.serve(streams, slots=32).gaps_s(), 0.5)
     idle_rates, busy_rates, worst = [], [], []
-    for _ in range(4):
+    for _ in range(bench.pairs + 1):
         idle = bench.serve([newcomer], slots=32)
         idle_rates.append(len(newcomer.prompt) / (idle.token_times_s[0][0] - idle.started_s))
         arrival = _Arrival(index=8, after_tokens=100)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +30,29 @@ CONFIG: dict[str, Any] = {
 }
 
 
+def save(folder: Path, **changes: Any) -> None:
+    """A folder as mlx-lm loads it, with random bf16 weights and no tokenizer."""
+    config = {**CONFIG, **changes}
+    model = _model(config)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    model.save_weights(str(folder / "model.safetensors"))
+
+
 def load(max_model_len: int, **changes: Any) -> LoadedModel:
     """The model on the GPU. Its weights take 15 GiB unless ``changes`` make it smaller."""
     backend = choose_backend("auto")
     use_backend(backend)
     config = {**CONFIG, **changes}
+    model = _model(config)
+    source = ModelSource("llama-3-8b-shape", "folder", Path("nowhere"), "random")
+    return describe_model(model, config, source, backend, max_model_len)
+
+
+def _model(config: dict[str, Any]) -> Any:
     mx.random.seed(0)
     model = llama.Model(llama.ModelArgs.from_dict(config))
     model.set_dtype(mx.bfloat16)
     model.eval()
     mx.eval(model.parameters())
-    source = ModelSource("llama-3-8b-shape", "folder", Path("nowhere"), "random")
-    return describe_model(model, config, source, backend, max_model_len)
+    return model

@@ -137,16 +137,14 @@ def half_precision() -> LoadedModel:
     return describe_model(model, config, ModelSource("half", "folder", Path("nowhere"), "r0"), "cpu")
 
 
-@pytest.mark.parametrize("rotates_heads", [True, False], ids=["one kernel for the heads", "the model's rotation"])
-def test_chunks_by_the_kernel_and_joined_products(
-    rotates_heads: bool, half_precision: LoadedModel, emulator: Emulator
-) -> None:
+@pytest.mark.parametrize("fused", [True, False], ids=["fused heads and norms", "the model's own"])
+def test_chunks_by_the_kernel_and_joined_products(fused: bool, half_precision: LoadedModel, emulator: Emulator) -> None:
     """Half precision: another order of sums may choose another token where two are nearly as likely, nowhere else."""
     sampling = SamplingParams(temperature=0.0, max_tokens=5, num_logprobs=2)
     requests = [(prompt, sampling) for prompt in prompts(9, 60)]
     wanted = serve(cpu_runner(half_precision), requests)
     tuning = dataclasses.replace(
-        TUNING, pages_chunks=True, joins_products=True, projects_rows=True, rotates_heads=rotates_heads
+        TUNING, pages_chunks=True, joins_products=True, projects_rows=True, rotates_heads=fused, fuses_norms=fused
     )
     runner = gpu_runner(half_precision, emulator, tuning=tuning)
     assert runner._model is not None
@@ -192,7 +190,7 @@ def test_warm_up_chooses_how_products_are_computed(
 
 
 def test_mlx_lms_own_generation_does_not_use_the_kernels(half_precision: LoadedModel, emulator: Emulator) -> None:
-    tuning = dataclasses.replace(TUNING, joins_products=True, projects_rows=True, rotates_heads=True)
+    tuning = dataclasses.replace(TUNING, joins_products=True, projects_rows=True, rotates_heads=True, fuses_norms=True)
     gpu_runner(half_precision, emulator, tuning=tuning)
     before = emulator.num_launches
     mx.eval(half_precision.model(mx.zeros((3, 1), mx.int32)))

@@ -26,7 +26,13 @@ from tests.mlx.tiny_models import build
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
 TUNING = Tuning(
-    simds=1, chunk_groups=132, pages_chunks=True, joins_products=True, projects_rows=True, rotates_heads=True
+    simds=1,
+    chunk_groups=132,
+    pages_chunks=True,
+    joins_products=True,
+    projects_rows=True,
+    rotates_heads=True,
+    fuses_norms=True,
 )
 # Breaks a kernel: its name, and a change of its text.
 Damage = Mapping[str, tuple[str, str]]
@@ -99,6 +105,7 @@ def test_sound_kernels_are_used_and_nothing_is_disclosed(
         pytest.param({"paged_chunk_reduce": ("value +=", "value =")}, "chunk attention", id="its reduce"),
         pytest.param({"project": ("u < TURNS", "u < 1")}, "projections", id="projections"),
         pytest.param({"project": ("total = 0.0f", "total = nonsense")}, "projections", id="one that does not compile"),
+        pytest.param({"add_norm": ("epsilon[0]", "epsilon[0] + 1.0f")}, "residual norms", id="residual norms"),
         pytest.param({"rotate": ("positions[row]", "positions[0]")}, "rotation", id="rotation"),
     ],
 )
@@ -113,6 +120,7 @@ def test_a_failing_kernel_is_turned_off_alone(
     assert (runner._model.sampling is None) == (name == "sampling")
     assert runner._model.products is not None
     assert (runner._model.products.kernel is None) == (name == "projections")
+    assert (runner._model.norms is None) == (name == "residual norms")
     assert runner._inputs.pages_chunks == (name != "chunk attention")
 
 

@@ -10,6 +10,7 @@ import pytest
 
 import engine.mlx_backend  # noqa: F401  (loads the BLAS before MLX computes)
 from engine.mlx_backend.kernels import reference
+from engine.mlx_backend.kernels.norming import AddNormKernel
 from engine.mlx_backend.kernels.paged_attention import PagedKernels
 from engine.mlx_backend.kernels.projecting import ProjectionKernel
 from engine.mlx_backend.kernels.rotating import Heads, RotationKernel
@@ -168,6 +169,20 @@ def test_joined_heads_are_split_and_rotated(heads: Heads, dtype: mx.Dtype, emula
         assert result.shape == wanted.shape
         error = mx.max(mx.abs(result.astype(F32) - wanted) / (1.0 + mx.abs(wanted)))
         assert float(error) <= {F32: 1e-5, F16: 1e-3, BF16: 8e-3}[dtype]
+
+
+@pytest.mark.parametrize(("width", "dtype"), [(4096, BF16), (576, F32), (72, F16), (9001, F16)])
+def test_a_residual_and_its_norm(width: int, dtype: mx.Dtype, emulator: Emulator) -> None:
+    random = np.random.default_rng(width)
+    x, y, weight = (
+        mx.array(random.standard_normal(shape).astype(np.float32)).astype(dtype)
+        for shape in ((5, 1, width), (5, 1, width), (width,))
+    )
+    total, normed = AddNormKernel(emulator)(x, y, weight, mx.array([1e-5], mx.float32))
+    wanted_total, wanted = reference.add_norm(x, y, weight, 1e-5)
+    assert same(total, wanted_total)
+    error = mx.max(mx.abs(normed.astype(F32) - wanted) / (1.0 + mx.abs(wanted)))
+    assert float(error) <= {F32: 1e-5, F16: 1e-3, BF16: 8e-3}[dtype]
 
 
 def _mutated(emulator: Emulator, old: str, new: str) -> PagedKernels:

@@ -188,6 +188,13 @@ ROTATE = KernelText(
     outputs=(Buffer("queries", "T"), Buffer("keys", "T"), Buffer("values", "T")),
     constants=("D", "HEADS", "KV_HEADS", "VEC", "THREADS"),
 )
+ADD_NORM = KernelText(
+    name="add_norm",
+    parts=("add_norm.inc",),
+    inputs=(Buffer("x", "T"), Buffer("y", "T"), Buffer("weight", "T"), Buffer("epsilon", "float")),
+    outputs=(Buffer("total", "T"), Buffer("normed", "T")),
+    constants=("K", "SIMDS", "VEC"),
+)
 ALL_TEXTS = (
     DECODE_WHOLE,
     DECODE_SPLIT,
@@ -201,4 +208,5 @@ ALL_TEXTS = (
     SAMPLE,
     PROJECT,
     ROTATE,
+    ADD_NORM,
 )

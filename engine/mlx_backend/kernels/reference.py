@@ -122,6 +122,14 @@ def rotate(
     return turned[:, :H], turned[:, H:], rows[:, H + KV :]
 
 
+def add_norm(x: mx.array, y: mx.array, weight: mx.array, epsilon: float) -> tuple[mx.array, mx.array]:
+    """``AddNormKernel``: the sum in the inputs' numbers, its norm in fp32."""
+    total = x + y
+    numbers = total.astype(mx.float32)
+    scale = mx.rsqrt(mx.mean(numbers * numbers, axis=-1, keepdims=True) + epsilon)
+    return total, numbers * scale * weight.astype(mx.float32)
+
+
 def _rows(geometry: Geometry, pool: mx.array, places: mx.array) -> mx.array:
     """Places int32 [B, S] -> rows of the pool [B, kv_heads, S], without the first axis where B is 1."""
     heads = mx.arange(geometry.num_kv_heads)[:, None] * (pool.shape[0] // geometry.num_kv_heads)

@@ -47,7 +47,7 @@ class Tuning:
     ``pages_chunks``: whether prompt chunks attend by the kernel, not by MLX's attention over gathered blocks.
     ``joins_products``: whether layers with the same input may be one product; then also ``projects_rows``: whether
     products of few rows may be the projection kernel's, and ``rotates_heads``: whether the rotation kernel splits and
-    rotates the heads of a joined product.
+    rotates the heads of a joined product. ``fuses_norms``: whether a residual and the norm behind it are one kernel.
     """
 
     simds: int = 8
@@ -60,6 +60,7 @@ class Tuning:
     joins_products: bool = False
     projects_rows: bool = False
     rotates_heads: bool = False
+    fuses_norms: bool = False
 
 
 TUNINGS = {
@@ -71,6 +72,7 @@ TUNINGS = {
         joins_products=True,
         projects_rows=True,
         rotates_heads=True,
+        fuses_norms=True,
     ),
     # A cautious guess that fits every chip, not measured. MLX's own attention and products are good on Metal.
     "metal": Tuning(registers=32, loaded_bytes=64, target_groups=256),

@@ -230,6 +230,7 @@ INLINE float max(float a, float b) { return std::fmax(a, b); }
 INLINE float power_of_two(float x) { return std::exp2(x); }
 INLINE float tangent(float x) { return std::tanh(x); }
 INLINE float natural_log(float x) { return std::log(x); }
+INLINE float inverse_root(float x) { return 1.0f / std::sqrt(x); }
 INLINE float sine(float x) { return std::sin(x); }
 INLINE float cosine(float x) { return std::cos(x); }
 INLINE float float_of(int bits) {
