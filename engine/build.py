@@ -32,6 +32,7 @@ from engine.mlx_backend.loaded_model import LoadedModel
 from engine.mlx_backend.loader import load_model
 from engine.mlx_backend.memory import DeviceMemory, measure_model_bytes, with_device_limits
 from engine.mlx_backend.model_runner import resolve_kv_dtype
+from engine.mlx_backend.quantised_pool import check_kv_bits
 from engine.mlx_backend.runners import make_runner
 from engine.mlx_backend.step_model import StepForm
 from engine.model_source import ModelSource, resolve_model
@@ -106,9 +107,12 @@ def _with_embeddings(loaded: LoadedModel, config: EngineConfig, source: ModelSou
 
 
 def _plan_inputs(config: EngineConfig, loaded: LoadedModel) -> PlanInputs:
+    check_kv_bits(() if loaded.form is StepForm.SINGLE else loaded.layers, config.kv_bits)
     machine = with_device_limits(read_machine(), loaded)
     dtype = resolve_kv_dtype(loaded, config.kv_dtype)
-    model = measure_model_bytes(loaded, dtype, config.prefill.max_chunk_tokens, machine.own_bytes)
+    model = measure_model_bytes(
+        loaded, dtype, config.prefill.max_chunk_tokens, machine.own_bytes, kv_bits=config.kv_bits
+    )
     gains = {} if config.profile is None else read_gains(config.profile, config.model)
     return PlanInputs.of(config, machine, model, loaded.facts.max_model_len, gains)
 
@@ -129,6 +133,7 @@ def _join(
         slots=plan.slots,
         max_chunk_tokens=config.prefill.max_chunk_tokens,
         kv_dtype=config.kv_dtype,
+        kv_bits=config.kv_bits,
         num_state_snapshots=plan.num_state_snapshots,
     )
     scheduler = Scheduler(_scheduler_config(config, source, runner, plan))

@@ -63,10 +63,11 @@ class PrefillConfig(_Section):
 class EngineConfig(_Section):
     """One engine on one machine. Unknown keys are refused with the closest known one.
 
-    ``profile``: a file of `metalslots bench profile`, whose measured gain caps automatic slots. ``adapter``: a folder
-    that `mlx_lm.lora` wrote, applied to the model. ``embeddings``: "auto" gives them if the model's
-    files say that it was made for them, "last-token" takes any model's last hidden state.
-    ``speculation`` "auto": rows that decode carry guesses where measured times say that it pays.
+    ``kv_bits``: keys and values are held with so many bits instead of ``kv_dtype``. ``profile``: a file of
+    `metalslots bench profile`, whose measured gain caps automatic slots. ``adapter``: a folder that `mlx_lm.lora`
+    wrote, applied to the model. ``embeddings``: "auto" gives them if the model's files say that it was made for them,
+    "last-token" takes any model's last hidden state. ``speculation`` "auto": rows that decode carry guesses where
+    measured times say that it pays.
     """
 
     model: str = "demo"
@@ -75,6 +76,7 @@ class EngineConfig(_Section):
     max_model_len: int | None = Field(default=None, ge=16)
     block_size: Literal[8, 16, 32, 64] = 16
     kv_dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    kv_bits: Literal[8, 4] | None = None
     memory: MemoryConfig = MemoryConfig()
     prefill: PrefillConfig = PrefillConfig()
     prefix_cache: Literal["shared", "per-user", "off"] = "shared"

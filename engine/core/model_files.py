@@ -38,6 +38,8 @@ _GGUF_BITS = {
     **dict.fromkeys((20, 23, 39), 7),  # IQ4, MXFP4
 }
 _GGUF_OTHER_BITS = 16
+# A scale and a bias in half precision for each group of 32 numbers in a KV pool of few bits.
+_SCALE_BITS = 1
 _GGUF_KEYS = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -71,7 +73,9 @@ def expect_model(config: EngineConfig, source: ModelSource, backend: Backend) ->
         return None
     # Before the memory of it is planned: a wrong length would be refused for its size, with the wrong remedy.
     require_context(config.max_model_len, shape.max_model_len)
-    value_bytes = {"auto": None, "float32": 4, "float16": 2, "bfloat16": 2}[config.kv_dtype]
+    value_bytes: float | None = {"auto": None, "float32": 4, "float16": 2, "bfloat16": 2}[config.kv_dtype]
+    if config.kv_bits is not None:
+        value_bytes = (config.kv_bits + _SCALE_BITS) / 8
     estimate = ModelEstimate(shape, files.weights, backend, config.prefill.max_chunk_tokens, value_bytes)
     max_model_len = config.max_model_len or shape.max_model_len
     model = estimate.at(max_model_len)

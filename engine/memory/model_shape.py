@@ -77,9 +77,9 @@ class ModelShape:
         """How many layers of each kind."""
         return dict(Counter(layer.kind for layer in self.layers))
 
-    def kv_bytes_per_token(self, value_bytes: int) -> int:
+    def kv_bytes_per_token(self, value_bytes: float) -> int:
         """K and V of all layers."""
-        return value_bytes * sum(layer.values_per_token for layer in self.layers)
+        return int(value_bytes * sum(layer.values_per_token for layer in self.layers))
 
     def state_bytes_per_slot(self, value_bytes: int) -> int:
         """Recurrent state of all layers."""

@@ -59,7 +59,7 @@ class ModelEstimate:
     weights: Weights
     backend: Backend
     max_chunk_tokens: int
-    value_bytes: int | None = None
+    value_bytes: float | None = None
 
     def at(self, max_model_len: int) -> ModelBytes:
         """What the model takes when it serves contexts of up to ``max_model_len`` tokens."""
@@ -72,7 +72,7 @@ class ModelEstimate:
             kv_bytes_per_token=shape.kv_bytes_per_token(kv_bytes),
             vocab_size=shape.vocab_size,
             state_bytes_per_slot=shape.state_bytes_per_slot(compute_bytes),
-            buffer_bytes_per_token=kv_bytes * max(layer.buffer_values_per_token for layer in shape.layers),
+            buffer_bytes_per_token=int(kv_bytes * max(layer.buffer_values_per_token for layer in shape.layers)),
             activation_bytes=activation_bytes,
             # The CPU path gathers a layer's keys and values for each row; the GPU kernels read them in place.
             activation_bytes_per_slot=compute_bytes * max_model_len * self._layer_values if on_cpu else 0,

@@ -21,11 +21,15 @@ _BLOCK_SIZE_TOKENS = 16
 _NUM_CPU_LAYERS = 2
 
 
-def measure_activation_bytes(loaded: LoadedModel, num_tokens: int, slots: int = 1) -> int:
+def measure_activation_bytes(loaded: LoadedModel, num_tokens: int, slots: int = 1, kv_bits: int | None = None) -> int:
     """Peak bytes of a step beyond weights and pool: a chunk of ``num_tokens`` that ends at the longest context and
     ``slots`` decode rows at the longest context, all sampled with top_p."""
     model = loaded.step_model(
-        num_blocks=1, block_size=_BLOCK_SIZE_TOKENS, dtype=loaded.compute_dtype, num_state_entries=slots + 1
+        num_blocks=1,
+        block_size=_BLOCK_SIZE_TOKENS,
+        dtype=loaded.compute_dtype,
+        num_state_entries=slots + 1,
+        kv_bits=kv_bits,
     )
     if isinstance(model, RowModel):
         model.settles = False
@@ -34,7 +38,7 @@ def measure_activation_bytes(loaded: LoadedModel, num_tokens: int, slots: int = 
     before_bytes = _start_measuring()
     logits = model.forward(step)
     if loaded.backend == "cpu" and isinstance(model, PackedModel | RowModel):
-        mx.eval([array for pool in model.pools[: _NUM_CPU_LAYERS + 1] for array in (pool.keys, pool.values)])
+        mx.eval([array for pool in model.pools[: _NUM_CPU_LAYERS + 1] for array in pool.arrays()])
     else:
         mx.eval(model.state(), logits)
     forward_bytes = mx.get_peak_memory() - before_bytes

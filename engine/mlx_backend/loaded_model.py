@@ -45,16 +45,24 @@ class LoadedModel:
         """Where the model runs."""
         return self.device.backend
 
-    def kv_bytes_per_token(self, dtype: mx.Dtype) -> int:
-        """Pool bytes per token with K and V of all layers in ``dtype``."""
-        return sum(layer.values_per_token for layer in self.layers) * dtype.size
+    def kv_bytes_per_token(self, dtype: mx.Dtype, kv_bits: int | None = None) -> int:
+        """Pool bytes per token with K and V of all layers in ``dtype``, or with ``kv_bits`` bits."""
+        return sum(layer.bytes_per_token(dtype, kv_bits) for layer in self.layers)
 
     @property
     def state_bytes_per_slot(self) -> int:
         """Recurrent state of one sequence."""
         return self.layout.state_bytes if self.layout is not None else 0
 
-    def step_model(self, *, num_blocks: int, block_size: int, dtype: mx.Dtype, num_state_entries: int = 0) -> StepModel:
+    def step_model(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: mx.Dtype,
+        num_state_entries: int = 0,
+        kv_bits: int | None = None,
+    ) -> StepModel:
         """The model with new pools, in its form."""
         return make_step_model(
             self.model,
@@ -65,4 +73,5 @@ class LoadedModel:
             dtype=dtype,
             max_model_len=self.facts.max_model_len,
             num_state_entries=num_state_entries,
+            kv_bits=kv_bits,
         )

@@ -22,7 +22,11 @@ _FEW_ROWS, _MORE_ROWS = 1, 5
 
 
 def measure_model_bytes(
-    loaded: LoadedModel, kv_dtype: mx.Dtype, max_chunk_tokens: int, footprint_bytes: int | None
+    loaded: LoadedModel,
+    kv_dtype: mx.Dtype,
+    max_chunk_tokens: int,
+    footprint_bytes: int | None,
+    kv_bits: int | None = None,
 ) -> ModelBytes:
     """Measure a model that is in memory.
 
@@ -30,15 +34,16 @@ def measure_model_bytes(
     for reuse is the runtime: interpreter, libraries, and memory that loading freed and malloc keeps.
     """
     known_bytes = mx.get_active_memory() + mx.get_cache_memory()
-    few, more = (measure_activation_bytes(loaded, max_chunk_tokens, rows) for rows in (_FEW_ROWS, _MORE_ROWS))
+    few, more = (measure_activation_bytes(loaded, max_chunk_tokens, rows, kv_bits) for rows in (_FEW_ROWS, _MORE_ROWS))
     per_row_bytes = max(0, more - few) // (_MORE_ROWS - _FEW_ROWS)
     return ModelBytes(
         weights_bytes=loaded.facts.weights_bytes,
-        kv_bytes_per_token=loaded.kv_bytes_per_token(kv_dtype),
+        kv_bytes_per_token=loaded.kv_bytes_per_token(kv_dtype, kv_bits),
         vocab_size=loaded.facts.vocab_size,
         state_bytes_per_slot=loaded.state_bytes_per_slot,
-        buffer_bytes_per_token=kv_dtype.size
-        * max((layer.num_kv_heads * max(layer.k_head_dim, layer.v_head_dim) for layer in loaded.layers), default=0),
+        buffer_bytes_per_token=(kv_bits or 8 * kv_dtype.size)
+        * max((layer.num_kv_heads * max(layer.k_head_dim, layer.v_head_dim) for layer in loaded.layers), default=0)
+        // 8,
         activation_bytes=max(0, few - _FEW_ROWS * per_row_bytes),
         activation_bytes_per_slot=per_row_bytes,
         runtime_bytes=0 if footprint_bytes is None else max(0, footprint_bytes - known_bytes),

@@ -73,19 +73,24 @@ class MlxModelRunner:
         slots: int,
         max_chunk_tokens: int,
         kv_dtype: KvDtype = "auto",
+        kv_bits: int | None = None,
         num_state_snapshots: int = 0,
     ) -> None:
         dtype = resolve_kv_dtype(loaded, kv_dtype)
         self._thread_id = threading.get_ident()
         self._facts = dataclasses.replace(
             loaded.facts,
-            kv_bytes_per_token=loaded.kv_bytes_per_token(dtype),
+            kv_bytes_per_token=loaded.kv_bytes_per_token(dtype, kv_bits),
             guides=loaded.grammars is not None,
             is_alone=loaded.form is StepForm.SINGLE,
             verifies_drafts=loaded.form is StepForm.PACKED,
         )
         self._model: StepModel | None = loaded.step_model(
-            num_blocks=num_blocks, block_size=block_size, dtype=dtype, num_state_entries=slots + num_state_snapshots
+            num_blocks=num_blocks,
+            block_size=block_size,
+            dtype=dtype,
+            num_state_entries=slots + num_state_snapshots,
+            kv_bits=kv_bits,
         )
         self._tainted_blocks: set[int] = set()
         self._guides = RowGuides(loaded.grammars)

@@ -16,7 +16,8 @@ from engine.batch import BatchRow, BlockCopy, StepBatch
 from engine.mlx_backend import attention, cpu_activations
 from engine.mlx_backend.input_batch import InputBuilder, StepInputs
 from engine.mlx_backend.mlx_lm_parts import Model
-from engine.mlx_backend.paged_cache import LayerPool, LayerShape, PagedLayerCache, StepHolder, make_pools
+from engine.mlx_backend.paged_cache import LayerPool, LayerShape, PagedLayerCache, StepHolder
+from engine.mlx_backend.pools import make_pools
 
 _DECODER_NAMES = ("model", "transformer", "backbone")
 
@@ -65,13 +66,14 @@ class PackedModel:
         block_size: int,
         dtype: mx.Dtype,
         max_model_len: int,
+        kv_bits: int | None = None,
     ) -> None:
         attention.take_over(model)
         cpu_activations.take_over(model)
         self._model = model
         self._selector = select_rows_in(model)
         self._holder = StepHolder()
-        self.pools: list[LayerPool] = make_pools(shapes, num_blocks, block_size, dtype)
+        self.pools: list[LayerPool] = make_pools(shapes, num_blocks, block_size, dtype, kv_bits)
         self.caches = [PagedLayerCache(pool, self._holder, max_model_len) for pool in self.pools]
         self.inputs = InputBuilder((shape.kind for shape in shapes), num_blocks, block_size)
 
@@ -118,7 +120,7 @@ class PackedModel:
 
     def state(self) -> list[mx.array]:
         """The pools' arrays, to evaluate at the end of each step."""
-        return [array for pool in self.pools for array in (pool.keys, pool.values)]
+        return [array for pool in self.pools for array in pool.arrays()]
 
     def marker(self) -> mx.array:
         """One number that is computed when a step without logits is done, and that shares no memory with a pool."""

@@ -24,6 +24,10 @@ from engine.errors import UnsupportedModelError
 from engine.mlx_backend.gathered_attention import attend
 from engine.mlx_backend.input_batch import AttentionPlan, LayerKind, Run, StepInputs
 
+KV_GROUP = 32
+"""Numbers that share a scale and a bias in a pool of few bits."""
+_SCALE_AND_BIAS_BYTES = 4
+
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
@@ -38,6 +42,12 @@ class LayerShape:
     def values_per_token(self) -> int:
         """Numbers kept per position, keys and values together."""
         return self.num_kv_heads * (self.k_head_dim + self.v_head_dim)
+
+    def bytes_per_token(self, dtype: mx.Dtype, kv_bits: int | None = None) -> int:
+        """Pool bytes per position: numbers of ``dtype``, or of ``kv_bits`` bits with their scales."""
+        if kv_bits is None:
+            return self.values_per_token * dtype.size
+        return self.values_per_token * kv_bits // 8 + self.values_per_token // KV_GROUP * _SCALE_AND_BIAS_BYTES
 
     @property
     def kind(self) -> LayerKind:
@@ -54,6 +64,10 @@ class LayerPool:
         self._rows = (num_blocks + 1) * block_size
         self.keys = mx.zeros((shape.num_kv_heads * self._rows, shape.k_head_dim), dtype)
         self.values = mx.zeros((shape.num_kv_heads * self._rows, shape.v_head_dim), dtype)
+
+    def arrays(self) -> list[mx.array]:
+        """All that is held, to be evaluated with a step."""
+        return [self.keys, self.values]
 
     def write(self, keys: mx.array, values: mx.array, write_index: mx.array) -> None:
         """Store keys and values ``[T, kv_heads, 1, head_dim]`` at flat rows ``write_index`` ``[T, kv_heads]``."""
@@ -166,10 +180,3 @@ class PagedLayerCache:
     @property
     def _plan(self) -> AttentionPlan:
         return self._inputs.plans[self._kind]
-
-
-def make_pools(shapes: Sequence[LayerShape], num_blocks: int, block_size: int, dtype: mx.Dtype) -> list[LayerPool]:
-    """Zeroed pools, evaluated: memory is taken now, not in the first request."""
-    pools = [LayerPool(shape, num_blocks, block_size, dtype) for shape in shapes]
-    mx.eval([array for pool in pools for array in (pool.keys, pool.values)])
-    return pools

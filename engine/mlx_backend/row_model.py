@@ -20,7 +20,8 @@ from engine.mlx_backend.cache_layout import CacheLayout
 from engine.mlx_backend.input_batch import Grouping, InputBuilder, StepInputs
 from engine.mlx_backend.mlx_lm_parts import Model
 from engine.mlx_backend.packed_model import select_rows_in
-from engine.mlx_backend.paged_cache import LayerPool, StepHolder, make_pools
+from engine.mlx_backend.paged_cache import LayerPool, StepHolder
+from engine.mlx_backend.pools import make_pools
 from engine.mlx_backend.sequence_caches import GatheredLayerCache, PassInputs, SequenceLayerCache
 from engine.mlx_backend.state_pool import StateCache, StateHolder, StatePool, StateRows
 
@@ -61,6 +62,7 @@ class RowModel:
         block_size: int,
         dtype: mx.Dtype,
         max_model_len: int,
+        kv_bits: int | None = None,
         num_state_entries: int,
         batches_decodes: bool = True,
         gathers: bool = False,
@@ -73,7 +75,7 @@ class RowModel:
         self._selector = select_rows_in(model)
         self._holder, self._state_holder = StepHolder(), StateHolder()
         self._batches_decodes, self._gathers = batches_decodes, gathers
-        self.pools: list[LayerPool] = make_pools(layout.attention, num_blocks, block_size, dtype)
+        self.pools: list[LayerPool] = make_pools(layout.attention, num_blocks, block_size, dtype, kv_bits)
         self.states = StatePool(layout.states, num_state_entries)
         self.attention_caches: list[SequenceLayerCache | GatheredLayerCache] = [
             GatheredLayerCache(pool, self._holder, masks_by_group=masks_by_group)
@@ -137,7 +139,7 @@ class RowModel:
 
     def state(self) -> list[mx.array]:
         """The pools' arrays, to evaluate at the end of each step."""
-        return [*(array for pool in self.pools for array in (pool.keys, pool.values)), *self.states.arrays()]
+        return [*(array for pool in self.pools for array in pool.arrays()), *self.states.arrays()]
 
     def marker(self) -> mx.array:
         """One number that is computed when a step without logits is done, and that shares no memory with a pool."""

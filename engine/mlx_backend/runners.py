@@ -46,9 +46,10 @@ def make_runner(
     max_chunk_tokens: int,
     kv_dtype: KvDtype = "auto",
     num_state_snapshots: int = 0,
+    kv_bits: int | None = None,
 ) -> ModelRunner:
     """The fastest runner that computes ``loaded`` rightly here. A kernel that is turned off is named in the log and in
-    the facts' disclosures; so is a form of steps that the kernels do not know."""
+    the facts' disclosures; so is a form of steps, or a pool of few bits, that the kernels do not know."""
 
     def plain_runner(loaded: LoadedModel) -> MlxModelRunner:
         return MlxModelRunner(
@@ -59,6 +60,7 @@ def make_runner(
             max_chunk_tokens=max_chunk_tokens,
             kv_dtype=kv_dtype,
             num_state_snapshots=num_state_snapshots,
+            kv_bits=kv_bits,
         )
 
     target = gpu_target() if loaded.backend != "cpu" else None
@@ -66,6 +68,9 @@ def make_runner(
         return plain_runner(loaded)
     if loaded.form is not StepForm.PACKED:
         reason = f"Kernels off: they compute packed steps, and this model's are {loaded.form.value}."
+        return plain_runner(_disclosing(loaded, [reason]))
+    if kv_bits is not None:
+        reason = f"Kernels off: they read numbers of half precision or more, and `kv_bits` is {kv_bits}."
         return plain_runner(_disclosing(loaded, [reason]))
     factory = gpu_factory(target)
     verdicts = list(check_kernels(loaded, block_size, kv_dtype, factory, TUNINGS[target]))

@@ -102,8 +102,12 @@ def make_step_model(
     dtype: mx.Dtype,
     max_model_len: int,
     num_state_entries: int,
+    kv_bits: int | None = None,
 ) -> PackedModel | RowModel | SingleModel:
-    """``model`` in ``form`` with pools of ``num_blocks`` blocks and ``num_state_entries`` recurrent states."""
+    """``model`` in ``form`` with pools of ``num_blocks`` blocks and ``num_state_entries`` recurrent states.
+
+    ``kv_bits``: keys and values are held with so many bits, and read in ``dtype``.
+    """
     if form is StepForm.SINGLE or layout is None:
         return SingleModel(model)
     sizes: dict[str, Any] = {
@@ -111,6 +115,7 @@ def make_step_model(
         "block_size": block_size,
         "dtype": dtype,
         "max_model_len": max_model_len,
+        "kv_bits": kv_bits,
     }
     if form is StepForm.PACKED:
         return PackedModel(model, layout.attention, **sizes)
