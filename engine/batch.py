@@ -26,7 +26,8 @@ class BatchRow:
 
     ``token_ids`` and ``block_ids`` are the request's own growing lists, lent read-only for the time of ``launch``:
     copying 128 block tables a step would cost more than scheduling does. Position p lies in
-    ``block_ids[p // block_size]``.
+    ``block_ids[p // block_size]``; for sliding-window layers in ``window_block_ids[p // block_size]`` where those have
+    a pool of their own (entries behind the window are holes).
     With a step in flight the last computed token may not be known to the host yet: then ``token_ids`` is exactly one
     shorter than ``start + num_tokens`` and the runner takes the token that it sampled last for this request.
     ``draft_token_ids`` are guesses at the tokens that follow the newest one: the row computes them as its last
@@ -50,6 +51,7 @@ class BatchRow:
     output_index: int
     embeds: bool = False
     draft_token_ids: tuple[int, ...] = ()
+    window_block_ids: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)

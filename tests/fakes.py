@@ -3,7 +3,8 @@
 ``FakeRunner`` keeps a KV pool of its own and answers from what it *reads there through the block table*, so a block
 that is shared wrongly, reused too early or not copied changes the answer, as it would on a device. ``expected_answer``
 is what a request must get whatever happens around it. With ``num_state_entries`` it also keeps a recurrent state for
-each slot, which must be that of the row's own tokens, and saves and loads it as told.
+each slot, which must be that of the row's own tokens, and saves and loads it as told; with ``window`` a second pool, of
+which a row reads what its tokens see.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from hashlib import blake2b
 from engine.batch import BatchRow, SampledToken, StepBatch, StepOutput
 from engine.errors import EngineError
 from engine.interfaces import ModelFacts
+from engine.memory.window_blocks import HOLE, WindowConfig
 from engine.request import EngineRequest, TokenLogprobs, TokenOutput
 from engine.scheduler import Scheduler
 from tests.builders import EOS, VOCABULARY_SIZE
@@ -79,6 +81,7 @@ class FakePendingStep:
     batch: StepBatch
     token_ids: list[list[int]]
     block_ids: list[list[int]]
+    window_block_ids: list[list[int]]
     output: StepOutput | None = None
 
     def result(self) -> StepOutput:
@@ -101,12 +104,16 @@ class FakeRunner:
     checks_kv: bool = True
     num_state_entries: int = 0
     choose: Callable[[Sequence[int], int, int, bool], int] = next_token
+    window: WindowConfig | None = None
     batches: list[StepBatch] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
     closed: bool = False
 
     def __post_init__(self) -> None:
         self._pool: list[list[int | None]] = [[None] * self.block_size for _ in range(self.num_blocks)]
+        self._window_pool: list[list[int | None]] = [
+            [None] * self.block_size for _ in range(self.window.num_blocks if self.window else 0)
+        ]
         # A state is the tokens that went into it.
         self._states: list[list[int]] = [[] for _ in range(self.num_state_entries)]
         self._last_token: dict[str, int] = {}
@@ -137,6 +144,7 @@ class FakeRunner:
             batch,
             [[*row.token_ids, *row.draft_token_ids] for row in batch.rows],
             [list(row.block_ids) for row in batch.rows],
+            [list(row.window_block_ids) for row in batch.rows],
         )
         self._check_rows(step)
         self.batches.append(batch)
@@ -184,7 +192,8 @@ class FakeRunner:
         for load in step.batch.state_loads:
             self._states[load.slot] = list(self._states[load.entry])
         tokens, further = {}, {}
-        for row, token_ids, block_ids in zip(step.batch.rows, step.token_ids, step.block_ids, strict=True):
+        tables = zip(step.token_ids, step.block_ids, step.window_block_ids, strict=True)
+        for row, (token_ids, block_ids, window_block_ids) in zip(step.batch.rows, tables, strict=True):
             end = row.start + row.num_tokens
             is_broken = row.request_id in self._broken
             if len(token_ids) < end:
@@ -193,6 +202,8 @@ class FakeRunner:
                 )
             if self.checks_kv and not is_broken:
                 self._write_and_check(row, token_ids, block_ids)
+            if self.window is not None and not is_broken:
+                self._write_and_check_window(row, token_ids, window_block_ids, self.window.window_tokens)
             if self._states:
                 self._advance_state(step.batch, row, token_ids, is_broken)
             if row.samples and row.request_id not in failures:
@@ -214,6 +225,18 @@ class FakeRunner:
                 break
         self._last_token[row.request_id] = sampled[-1].token_id
         return sampled
+
+    def _write_and_check_window(self, row: BatchRow, token_ids: list[int], table: list[int], window: int) -> None:
+        end = row.start + row.num_tokens
+        assert len(table) * self.block_size >= end, "the window's table is too short"
+        for position in range(row.start, end):
+            block_id = table[position // self.block_size]
+            assert block_id != HOLE, f"{row.request_id} writes to a block that it gave back"
+            self._window_pool[block_id][position % self.block_size] = token_ids[position]
+        seen = range(max(0, row.start + 1 - window), end)
+        assert all(table[p // self.block_size] != HOLE for p in seen), f"{row.request_id} sees a block that is gone"
+        read = [self._window_pool[table[p // self.block_size]][p % self.block_size] for p in seen]
+        assert read == [token_ids[p] for p in seen], f"{row.request_id} reads another's keys and values in its window"
 
     def _advance_state(self, batch: StepBatch, row: BatchRow, token_ids: list[int], is_broken: bool) -> None:
         if row.start == 0:
@@ -336,4 +359,5 @@ def make_harness(config: object = None, *, checks: bool = True, **runner: object
     }
     if config.num_state_snapshots is not None:  # type: ignore[attr-defined]
         values["num_state_entries"] = config.slots + config.num_state_snapshots  # type: ignore[attr-defined]
+    values["window"] = config.window  # type: ignore[attr-defined]
     return Harness(Scheduler(config), FakeRunner(clock, **(values | runner)), clock, checks)  # type: ignore[arg-type]

@@ -22,6 +22,7 @@ from engine.mlx_backend.embeddings import embeddings_of
 from engine.mlx_backend.loaded_model import LoadedModel
 from engine.mlx_backend.packed_model import PackedModel
 from engine.mlx_backend.row_guides import RowGuides
+from engine.mlx_backend.row_model import RowModel
 from engine.mlx_backend.sampler import Sampler, Samples
 from engine.mlx_backend.speculation import verify
 from engine.mlx_backend.step_clock import StepClock
@@ -113,6 +114,12 @@ class MlxModelRunner:
         so that a request that arrives then need not wait for two long steps. One on a GPU: pools are written by indexed
         assignment, which is in place there only between finished steps."""
         return 2 if self._overlaps and not self._chunk_in_flight else 1
+
+    @property
+    def state_bytes(self) -> int:
+        """What recurrent state takes, the slots' own and saved copies."""
+        model = self._checked()
+        return model.states.num_bytes if isinstance(model, RowModel) else 0
 
     def launch(self, batch: StepBatch) -> _PendingStep:
         """Build the step and start it."""

@@ -181,7 +181,7 @@ class _Run:
             except Exception as error:
                 raise UnsupportedModelError(
                     f"A {self._loaded.form.value} step of this {self._loaded.facts.architecture} model fails: "
-                    f"{type(error).__name__}: {error}.",
+                    f"{_describe(error)}.",
                     _FIX,
                 ) from error
             logits.update((int(row.request_id), rows[i]) for i, row in enumerate(step.sampling_rows))
@@ -207,6 +207,12 @@ class _Run:
                     f"its own way ({num_attends} calls of the shared function in {num_steps} steps).",
                     "choose another model",
                 )
+
+
+def _describe(error: Exception) -> str:
+    if isinstance(error, AttributeError) and "Cache" in type(error.obj).__name__:
+        return f"it asks its cache for `{error.name}`"
+    return f"{type(error).__name__}: {str(error).rstrip('.')}"
 
 
 def probe_row(index: int, tokens: list[int], start: int, count: int, slot: int, table: list[int]) -> BatchRow:

@@ -53,6 +53,11 @@ class StatePool:
         """All arrays, to evaluate at the end of each step."""
         return [array for layer in self.layers for array in layer.arrays()]
 
+    @property
+    def num_bytes(self) -> int:
+        """All entries of all layers."""
+        return sum(array.nbytes for array in self.arrays())
+
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy entries, given as (source, target)."""
         if pairs and self.layers:

@@ -154,10 +154,8 @@ class Admission:
 
     def _longest_hit(self, request: Request) -> PrefixHit:
         kv = self._residency.kv
-        hit = kv.find_prefix(request.table, request.num_tokens)
-        if self._residency.states is not None:
-            return self._residency.states.longest(request, hit)
-        parent = self._fork_parent(request)
+        hit = self._residency.usable(request, kv.find_prefix(request.table, request.num_tokens))
+        parent = self._fork_parent(request) if self._residency.shares_partial_blocks else None
         if parent is None or parent.place is not Place.SLOT:
             return hit
         num_shared = min(request.num_prompt_tokens - 1, parent.num_confirmed_tokens)
@@ -187,8 +185,7 @@ class Admission:
         One of another user or urgency does not count: it could be taken off its slot for this request's sake, and with
         it would go the blocks that were to be shared.
         """
-        states = self._residency.states
-        if states is not None and not states.shares:
+        if not self._residency.shares_prompts:
             return None
         parent = self._requests.get(request.asked.fork_of or "")
         if parent is None or parent.arrival >= request.arrival:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from engine.memory.window_blocks import WindowConfig
+
 PrefixCacheMode = Literal["shared", "per-user", "off"]
 
 
@@ -20,7 +22,7 @@ class SchedulerConfig:
     ``max_chunk_tokens``: prompt tokens in one step at most. ``revision`` separates prefix caches of different weights.
     ``max_steps_in_flight``: steps that may be launched before the first result is read. ``num_state_snapshots``: room
     for saved recurrent states, for models that have any; None for the others. ``max_draft_tokens``: guesses that
-    a row may carry along, 0 for none.
+    a row may carry along, 0 for none. ``window``: the pool of sliding-window layers, where they have one of their own.
     """
 
     slots: int
@@ -38,6 +40,7 @@ class SchedulerConfig:
     max_steps_in_flight: int = 1
     num_state_snapshots: int | None = None
     max_draft_tokens: int = 0
+    window: WindowConfig | None = None
 
     def __post_init__(self) -> None:
         for name in ("slots", "num_blocks", "block_size", "max_chunk_tokens", "max_steps_in_flight"):

@@ -20,8 +20,9 @@ from engine.scheduler.step_cost import StepLoad
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """``requests`` are the rows' requests in order. ``num_draft_tokens`` come on top of ``load``. ``block_ids`` return
-    to the pool after the step. ``saved``: the recurrent states that it saves, by the arrival of their request.
+    """``requests`` are the rows' requests in order. ``num_draft_tokens`` come on top of ``load``. ``block_ids`` and
+    ``window_block_ids`` return to their pools after the step. ``saved``: the recurrent states that it saves, by the
+    arrival of their request.
 
     ``predecessor_landed_s`` is set when the step before it landed while this one was in flight: only the time after
     that can be its own, at most ``most_s``. A runner that counts from the launch counts its predecessor's end, too.
@@ -32,6 +33,7 @@ class LaunchedStep:
     load: StepLoad
     num_draft_tokens: int = 0
     block_ids: list[list[int]] = field(default_factory=list)
+    window_block_ids: list[list[int]] = field(default_factory=list)
     released_ids: list[str] = field(default_factory=list)
     saved: dict[int, list[SavedState]] = field(default_factory=dict)
     predecessor_landed_s: float | None = None
@@ -80,6 +82,10 @@ class InFlightSteps:
     def drained_blocks(self) -> list[int]:
         """Every block id that is still draining, once per reference."""
         return [block_id for step in self._steps.values() for ids in step.block_ids for block_id in ids]
+
+    def drained_window_blocks(self) -> list[int]:
+        """The same of sliding-window layers' blocks."""
+        return [block_id for step in self._steps.values() for ids in step.window_block_ids for block_id in ids]
 
     def draining_ids(self) -> set[str]:
         """Requests that are gone but still have a row in a launched step."""

@@ -17,6 +17,7 @@ from hashlib import blake2b
 
 from engine.batch import BlockCopy
 from engine.memory.kv_cache_manager import BlockTable
+from engine.memory.window_blocks import WindowTable
 from engine.request import EngineRequest, Pause, Timeline
 from engine.scheduler.prompt_lookup import DraftRecord
 from engine.scheduler.waiting_time import WaitAccount
@@ -67,6 +68,7 @@ class Request:
     ``states``                saved recurrent states, for models that have any
     ``drafts``                guesses at its next tokens, once there are any
     ``has_drafts_in_flight``  a launched row carries guesses, so that nobody knows where the next one starts
+    ``window_table``          blocks of sliding-window layers, where those have a pool of their own
     """
 
     asked: EngineRequest
@@ -93,6 +95,7 @@ class Request:
     states: RequestStates = field(default_factory=RequestStates)
     drafts: DraftRecord | None = None
     has_drafts_in_flight: bool = False
+    window_table: WindowTable = field(default_factory=WindowTable)
     admitted_s: float | None = None
     prefill_started_s: float | None = None
     first_token_s: float | None = None

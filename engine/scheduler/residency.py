@@ -11,9 +11,10 @@ from collections import Counter
 
 from engine.batch import BlockCopy
 from engine.memory.kv_cache_manager import KvCacheManager, PrefixHit, num_blocks_for
+from engine.memory.window_blocks import WindowBlocks, most_ahead_tokens
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.fairness import FairShares
-from engine.scheduler.in_flight import InFlightSteps
+from engine.scheduler.in_flight import InFlightSteps, LaunchedStep
 from engine.scheduler.request_state import NO_SLOT, Place, Request
 from engine.scheduler.shared_prefill import SharedPrefills
 from engine.scheduler.state_snapshots import StateSnapshots
@@ -27,10 +28,16 @@ class Residency:
         self, config: SchedulerConfig, shares: FairShares, waiting: WaitingRoom, flight: InFlightSteps
     ) -> None:
         self.kv = KvCacheManager(config.num_blocks, config.block_size, config.prefix_cache != "off")
+        caching = config.prefix_cache != "off"
         self.states: StateSnapshots | None = None
         if config.num_state_snapshots is not None:
-            caching = config.prefix_cache != "off"
             self.states = StateSnapshots(config.slots, config.num_state_snapshots, config.block_size, caching)
+        self.windows: WindowBlocks | None = None
+        if config.window is not None:
+            ahead = most_ahead_tokens(
+                config.max_chunk_tokens, config.slots * (1 + config.max_draft_tokens), config.max_steps_in_flight
+            )
+            self.windows = WindowBlocks(config.window, config.block_size, ahead, caching)
         self.prefills = SharedPrefills()
         self.peak_running = 0
         self._config = config
@@ -64,12 +71,41 @@ class Residency:
         num_coming = min(request.max_tokens_total - request.num_tokens, self._config.admission_watermark_tokens)
         return max(request.num_tokens, request.num_tokens + num_coming - 1)
 
+    def usable(self, request: Request, hit: PrefixHit) -> PrefixHit:
+        """The part of a hit that all kinds of layers have: whole blocks only, unless all layers see everything."""
+        if self.states is None and self.windows is None:
+            return hit
+        size = self._config.block_size
+        num_whole, last = hit.num_tokens // size, -1
+        request.states.num_matched_tokens = num_whole * size
+        while num_whole != last:
+            last = num_whole
+            if self.windows is not None:
+                num_whole = self.windows.longest(request.table.hashes, num_whole)
+            if self.states is not None:
+                num_whole = self.states.longest(request.table.hashes, num_whole)
+        return PrefixHit(hit.block_ids[:num_whole], None, num_whole * size)
+
+    @property
+    def shares_partial_blocks(self) -> bool:
+        """Whether a prefix may end inside a block, which is then copied: only where all layers see everything."""
+        return self.states is None and self.windows is None
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether a fork can share its first's prompt: always, where all layers see everything."""
+        if self.windows is not None and self._config.prefix_cache == "off":
+            return False
+        return self.states is None or self.states.shares
+
     def forget_promises(self) -> None:
         """Everybody's horizon has moved on since the last admission: what was promised is to be counted anew."""
         self._num_blocks_promised = None
 
     def fits(self, request: Request, hit: PrefixHit) -> bool:
         """Whether a request's tokens fit now, and its promise beside all the others'."""
+        if self.windows is not None and not self.windows.fits([other.window_table for other in self.running()]):
+            return False
         if self._num_blocks_promised is None:
             self._num_blocks_promised = sum(self._promise(other) for other in self.running())
         size = self._config.block_size
@@ -83,6 +119,8 @@ class Residency:
         request.place = Place.SLOT
         self._rows[request.slot] = request
         request.copy_before_start = self.kv.attach(request.table, hit, request.num_tokens)
+        if self.windows is not None:
+            self.windows.attach(request.window_table, request.table.hashes, len(hit.block_ids))
         if self.states is not None:
             self.states.enter(request, hit)
         request.num_computed_tokens = request.num_confirmed_tokens = hit.num_tokens
@@ -121,11 +159,21 @@ class Residency:
         copy, request.copy_before_start = request.copy_before_start, None
         return copy
 
-    def settle(self, block_ids: list[list[int]], released_ids: list[str]) -> None:
+    def confirm(self, request: Request, num_confirmed: int) -> list[bytes]:
+        """Positions of finished steps: their full blocks can be found now. Returns the hashes of the new ones."""
+        hashes = self.kv.commit(request.table, request.token_ids, num_confirmed)
+        if self.windows is not None:
+            self.windows.confirm(request.window_table, request.table.hashes, num_confirmed)
+        return hashes
+
+    def settle(self, step: LaunchedStep) -> None:
         """A step is over: what waited for it goes back."""
-        for ids in block_ids:
+        for ids in step.block_ids:
             self.kv.pool.release(ids)
-        self._released_ids += released_ids
+        for ids in step.window_block_ids:
+            assert self.windows is not None
+            self.windows.pool.release(ids)
+        self._released_ids += step.released_ids
 
     def take_released(self) -> tuple[str, ...]:
         """Requests that left since the last call and have no row in flight any more."""
@@ -144,6 +192,17 @@ class Residency:
                 assert (request.slot, request.place) == (slot, Place.SLOT), f"{request.request_id} lost its slot"
                 self._check_progress(request)
         self._check_references()
+        if self.windows is not None:
+            self._check_window_references(self.windows)
+
+    def _check_window_references(self, windows: WindowBlocks) -> None:
+        windows.pool.check_invariants()
+        references = Counter(self._flight.drained_window_blocks())
+        for request in self.running():
+            references.update(request.window_table.held)
+        for block_id in range(windows.pool.num_blocks):
+            counted, held = windows.pool.ref_count(block_id), references[block_id]
+            assert counted == held, f"window block {block_id} counts {counted}, held {held}"
 
     def _check_progress(self, request: Request) -> None:
         name, block_ids = request.request_id, request.table.block_ids
@@ -177,10 +236,14 @@ class Residency:
         copy = self.take_copy(request)
         if copy is not None:
             self.kv.pool.release((copy.source,))
+        window_block_ids = self.windows.detach(request.window_table) if self.windows is not None else []
         newest = self._flight.newest
         if request.num_rows_in_flight and newest is not None:
             newest.block_ids.append(block_ids)
+            newest.window_block_ids += [window_block_ids] if window_block_ids else []
             newest.released_ids.append(request.request_id)
         else:
             self.kv.pool.release(block_ids)
+            if self.windows is not None:
+                self.windows.pool.release(window_block_ids)
             self._released_ids.append(request.request_id)

@@ -198,6 +198,8 @@ class Scheduler:
 
     def shrink_prefix_cache(self, num_blocks_kept: int) -> int:
         """Forget cached blocks beyond ``num_blocks_kept``. Returns how many were forgotten."""
+        if self._residency.windows is not None:
+            self._residency.windows.pool.shrink_cache(num_blocks_kept)
         return self._residency.kv.pool.shrink_cache(num_blocks_kept)
 
     def preempt_one(self, now_s: float) -> bool:
@@ -261,7 +263,7 @@ class Scheduler:
             if row.samples:
                 request.num_pending_tokens -= 1
                 request.has_drafts_in_flight = False
-        self._residency.settle(step.block_ids, step.released_ids)
+        self._residency.settle(step)
         return step
 
     def _settle_states(self, saved: Sequence[SavedState], still_runs: bool) -> None:
@@ -286,7 +288,7 @@ class Scheduler:
         if request.place is not Place.SLOT:
             return
         request.num_confirmed_tokens = end
-        hashes = self._residency.kv.commit(request.table, request.token_ids, end)
+        hashes = self._residency.confirm(request, end)
         if hashes:
             self._residency.prefills.committed(hashes)
             self._waiting.wake(hashes, now_s)

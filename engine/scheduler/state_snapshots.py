@@ -14,6 +14,7 @@ Unlike keys and values, a state stands for one length only, so a prefix is of us
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.batch import BatchRow, StateLoad
@@ -44,14 +45,11 @@ class StateSnapshots:
         """Whether any prefix can ever be shared."""
         return self.book.num_entries > 0
 
-    def longest(self, request: Request, hit: PrefixHit) -> PrefixHit:
-        """The part of a hit at whose end a state is saved."""
-        hashes = request.table.hashes
-        num_whole = hit.num_tokens // self._block_size
-        request.states.num_matched_tokens = num_whole * self._block_size
+    def longest(self, hashes: Sequence[bytes], num_whole: int) -> int:
+        """The most of the first ``num_whole`` blocks after which a state is saved."""
         while num_whole and not self.book.knows(hashes[num_whole - 1]):
             num_whole -= 1
-        return PrefixHit(hit.block_ids[:num_whole], None, num_whole * self._block_size)
+        return num_whole
 
     def enter(self, request: Request, hit: PrefixHit) -> None:
         """A request gets a slot with this hit."""

@@ -163,6 +163,8 @@ class StepPlanner:
         if copy is not None:
             copies.append(copy)
         start = request.num_computed_tokens
+        if self._residency.windows is not None:
+            self._residency.windows.grow(request.window_table, start + num_tokens + len(drafts))
         num_known = request.num_tokens
         samples = start + num_tokens == num_known
         row = BatchRow(
@@ -179,6 +181,7 @@ class StepPlanner:
             output_index=num_known - request.num_prompt_tokens,
             embeds=request.asked.embeds,
             draft_token_ids=drafts,
+            window_block_ids=request.window_table.block_ids,
         )
         request.has_drafts_in_flight = bool(drafts)
         request.num_computed_tokens = start + num_tokens

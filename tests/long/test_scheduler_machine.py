@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from engine.errors import AdmissionRefusedError, StepFailedError
+from engine.memory.window_blocks import WindowConfig, most_ahead_tokens, num_blocks_needed
 from engine.request import EngineRequest, FinishReason
 from tests.builders import make_config, make_request, make_tokens
 from tests.fakes import Harness, expected_answer, make_harness
@@ -129,7 +130,12 @@ def make_walk(
     checks: bool = True,
     slots: int = 3,
     num_state_snapshots: int | None = None,
+    window_tokens: int | None = None,
 ) -> Walk:
+    window = None
+    if window_tokens is not None:
+        ahead = most_ahead_tokens(12, slots, steps_in_flight)
+        window = WindowConfig(window_tokens, num_blocks_needed(window_tokens, 4, slots, ahead) + 2)
     config = make_config(
         slots=slots,
         num_blocks=num_blocks,
@@ -139,6 +145,7 @@ def make_walk(
         max_waiting_requests=30,
         max_steps_in_flight=steps_in_flight,
         num_state_snapshots=num_state_snapshots,
+        window=window,
     )
     return Walk(make_harness(config, checks=checks))
 
@@ -258,14 +265,33 @@ def random_request(draw: random.Random, walk: Walk) -> EngineRequest:
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
 @pytest.mark.parametrize(
-    ("num_blocks", "num_state_snapshots"), [(11, None), (24, None), (60, None), (14, 9), (60, 3), (60, 12)]
+    ("num_blocks", "num_state_snapshots", "window_tokens"),
+    [
+        (11, None, None),
+        (24, None, None),
+        (60, None, None),
+        (14, 9, None),
+        (60, 3, None),
+        (60, 12, None),
+        (24, None, 1),
+        (60, None, 10),
+        (60, 9, 7),
+    ],
 )
-def test_long_random_walks(steps_in_flight: int, num_blocks: int, num_state_snapshots: int | None) -> None:
-    """Four thousand steps each with everything happening, with and without recurrent state."""
+def test_long_random_walks(
+    steps_in_flight: int, num_blocks: int, num_state_snapshots: int | None, window_tokens: int | None
+) -> None:
+    """Four thousand steps each with everything happening, with and without recurrent state and sliding windows."""
     draw = random.Random(num_blocks * 10 + steps_in_flight)
     prefix_cache = draw.choice(["shared", "per-user"])
     walk = make_walk(
-        steps_in_flight, num_blocks, prefix_cache, slots=4, checks=False, num_state_snapshots=num_state_snapshots
+        steps_in_flight,
+        num_blocks,
+        prefix_cache,
+        slots=4,
+        checks=False,
+        num_state_snapshots=num_state_snapshots,
+        window_tokens=window_tokens,
     )
     for _ in range(4000):
         chance = draw.random()

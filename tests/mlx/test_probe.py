@@ -26,7 +26,7 @@ from tests.mlx.tiny_models import tiny_model
         ("deepseek_v3", "gathered", "position scores through the attention mask"),
         ("smollm3", "gathered", "masks a window of 12 tokens over a cache that keeps all"),
         ("gemma2", "grouped", "computes attention in its own way"),
-        ("llama4", "serial", "maybe_trim_front"),
+        ("llama4", "serial", "asks its cache for `maybe_trim_front`"),
         ("longcat_flash_ngram", "single", "recurrent state changes its shape with the length"),
     ],
 )
