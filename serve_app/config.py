@@ -184,6 +184,11 @@ class AppConfig(_Section):
     keys: tuple[ApiKey, ...] = ()
 
     @property
+    def url(self) -> str:
+        """The address that is listened on."""
+        return f"{'https' if self.https else 'http'}://{self.host}:{self.port}"
+
+    @property
     def engines(self) -> tuple[EngineConfig, ...]:
         """The engine configurations, in the order of the models."""
         return tuple(model.engine for model in self.models)

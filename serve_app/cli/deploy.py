@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 
 from serve_app.cli.console import CommandFailedError
+from serve_app.cli.trust import pinned
 
 POLL_S = 0.2
 QUESTION_TIMEOUT_S = 120.0
@@ -63,8 +64,11 @@ def _in_thread(start: Callable[[], Any]) -> _Outcome:
     return outcome
 
 
-def ask(url: str, model: str, question: str, key: str = "") -> str:
-    """Send one chat request as any client would and return the answer. Raises CommandFailedError."""
+def ask(url: str, model: str, question: str, key: str = "", certificate: str = "") -> str:
+    """Send one chat request as any client would and return the answer.
+
+    ``certificate``: the file of the only one that is believed over HTTPS. Raises CommandFailedError.
+    """
     body = {
         "model": model,
         "messages": [{"role": "user", "content": question}],
@@ -78,6 +82,7 @@ def ask(url: str, model: str, question: str, key: str = "") -> str:
             headers={"Authorization": f"Bearer {key}"} if key else {},
             timeout=QUESTION_TIMEOUT_S,
             trust_env=False,
+            verify=pinned(Path(certificate)) if certificate else True,
         )
         response.raise_for_status()
         return str(response.json()["choices"][0]["message"]["content"]).strip()

@@ -24,8 +24,11 @@ from serve_app.cli.fleet_ray import (
     set_environment,
 )
 from serve_app.config import AppConfig, label_resource, read_app_config
+from serve_app.node.machine_checks import reach
+from serve_app.node.settings import Installation
 
 POLL_S = 0.5
+LISTEN_LIMIT_S = 20.0
 
 Address = Annotated[str, typer.Option(help="Ray's address; `auto` on a machine that belongs to it.")]
 TokenFile = Annotated[
@@ -56,6 +59,8 @@ def deploy(
             return
         _require_macs(settings)
         _deploy(settings)
+        if Installation.here() is not None:
+            _require_listener(settings)
     out.print(f"deployed: {', '.join(model.name for model in settings.models)} on port {settings.port} of every Mac")
 
 
@@ -151,6 +156,19 @@ def _require_macs(settings: AppConfig) -> None:
                     f"Model `{model.name}` is to run only on Macs labelled `{model.only_on}`, and there is none.",
                     f"install one with `--label {model.only_on}`",
                 )
+
+
+def _require_listener(settings: AppConfig) -> None:
+    """Raise CommandFailedError when nobody listens: Serve keeps the address that it was first started with."""
+    host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host
+    deadline_s = time.monotonic() + LISTEN_LIMIT_S
+    while (reason := reach(host, settings.port)) is not None:
+        if time.monotonic() > deadline_s:
+            raise CommandFailedError(
+                f"The app runs, but not at its address ({reason}): that was fixed when the fleet was started.",
+                "start the head again: k8s-free-deploy/bin/drain.sh --stop, then --undo",
+            )
+        time.sleep(POLL_S)
 
 
 def _deploy(settings: AppConfig) -> None:

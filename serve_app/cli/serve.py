@@ -91,7 +91,7 @@ class _StopSignal:
 def _say_where(settings: AppConfig, sources: list[ModelSource], ray: LocalRay) -> None:
     for model, source in zip(settings.models, sources, strict=True):
         out.print(f"model     {model.name} ({source.path}), slots: {model.engine.slots}", soft_wrap=True)
-    out.print(f"address   http://{settings.host}:{settings.port}")
+    out.print(f"address   {settings.url}")
     out.print(f"logs      {ray.log_folder}", soft_wrap=True)
 
 
@@ -108,8 +108,9 @@ def _start(settings: AppConfig, ray: LocalRay) -> None:
         update("starting the app", None)
         deploy(lambda: run_app(settings), update, ray.log_folder)
         update("asking one question", None)
-        url = f"http://{settings.host}:{settings.port}"
-        answer = ask(url, settings.models[0].name, QUESTION, key)
+        url = settings.url
+        certificate = settings.https.certificate if settings.https else ""
+        answer = ask(url, settings.models[0].name, QUESTION, key, certificate)
     out.print(f"\n[bold]{QUESTION}[/]\n{answer}\n", soft_wrap=True)
     out.print(f"ready: [bold]{url}/v1[/] (OpenAI API), {url}/status. Ctrl-C stops it.", soft_wrap=True)
 

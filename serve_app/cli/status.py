@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from serve_app.cli.console import CommandFailedError, out, print_json, reports_errors
+from serve_app.cli.trust import office_trust
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 WATCH_PERIOD_S = 1.0
@@ -46,7 +47,9 @@ def status(
 def _fetch(url: str, key: str | None) -> Mapping[str, Any]:
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
-        response = httpx.get(f"{url}/status", headers=headers, timeout=REQUEST_TIMEOUT_S, trust_env=False)
+        response = httpx.get(
+            f"{url}/status", headers=headers, timeout=REQUEST_TIMEOUT_S, trust_env=False, verify=office_trust()
+        )
         response.raise_for_status()
         document: Mapping[str, Any] = response.json()
         return document

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import datetime as dt
 import ssl
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
 
 from engine.errors import ConfigError
+from serve_app.cli.trust import office_trust, pinned
 from serve_app.node.certificates import KeyPair, days_left, make_authority, make_certificate
+from serve_app.node.settings import Installation, write_file
 
 NOW = dt.datetime.now(dt.UTC)
 AUTHORITY = make_authority(NOW)
@@ -86,3 +89,33 @@ def test_days_left_count_down() -> None:
 def test_an_authority_that_cannot_be_read_is_a_configuration_error() -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         make_certificate(KeyPair("nothing", "nothing"), ["10.0.0.1"], NOW)
+
+
+@pytest.mark.parametrize(("shown", "believed"), [(0, True), (1, False)])
+def test_a_server_that_asks_itself_believes_its_own_certificate_only(
+    tmp_path: Path, shown: int, believed: bool
+) -> None:
+    pairs = [make_certificate(AUTHORITY, [f"10.0.0.{number}"], NOW) for number in (1, 2)]
+    (tmp_path / "own.crt").write_text(pairs[0].certificate)
+    (tmp_path / "pair.pem").write_text(pairs[shown].certificate + pairs[shown].key)
+    server = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    server.load_cert_chain(tmp_path / "pair.pem")
+    client = pinned(tmp_path / "own.crt")
+    if believed:
+        shake_hands(server, client, "127.0.0.1")
+    else:
+        with pytest.raises(ssl.SSLError):
+            shake_hands(server, client, "127.0.0.1")
+
+
+def test_the_fleets_authority_is_believed_besides_the_systems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    installation = Installation(tmp_path)
+    write_file(installation.tls_folder / "ca.crt", AUTHORITY.certificate)
+    monkeypatch.setenv("METALSLOTS_PREFIX", str(tmp_path))
+    (tmp_path / "pair.pem").write_text("".join(astuple(make_certificate(AUTHORITY, ["10.0.0.1"], NOW))))
+    server = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    server.load_cert_chain(tmp_path / "pair.pem")
+    shake_hands(server, office_trust(), "10.0.0.1")
+    monkeypatch.delenv("METALSLOTS_PREFIX")
+    with pytest.raises(ssl.SSLError):
+        shake_hands(server, office_trust(), "10.0.0.1")

@@ -21,9 +21,8 @@ def test_nothing_given_serves_the_demo_model_on_this_machine_only() -> None:
     assert config.limits.max_body_bytes == 8 * 2**20
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "apps").glob("*.yaml")), ids=lambda path: path.name)
-def test_the_files_that_come_with_it_are_valid(path: Path) -> None:
-    assert read_app_config(path).models
+def test_the_file_for_one_mac_is_valid_as_it_comes() -> None:
+    assert read_app_config(ROOT / "configs" / "apps" / "one-mac.yaml").models
 
 
 @pytest.mark.parametrize(
