@@ -10,7 +10,7 @@ from tests.serve_fakes import CHAT, EngineFleet, client_of
 
 @pytest.mark.parametrize("seed", range(2))
 async def test_no_body_breaks_anything(seed: int) -> None:
-    findings = await run(None, 150, seed)
+    findings = await run(150, seed)
     assert findings.wrong == []
     assert {200, 400} <= set(findings.statuses)
 
