@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import random
 import subprocess
@@ -79,6 +80,22 @@ def test_a_full_queue_is_a_429_with_a_predicted_wait(chain: Endpoint) -> None:
     assert all(int(reply.headers["retry-after"]) >= 1 for reply in refused)
     assert all(reply.json()["error"]["code"] == "queue_full" for reply in refused)
     assert len({reply.json()["choices"][0]["message"]["content"] for reply in replies if reply.status_code == 200}) == 1
+
+
+def test_a_connection_serves_one_request_after_another(chain: Endpoint) -> None:
+    connection = http.client.HTTPConnection(chain.url.removeprefix("http://"), timeout=60)
+    body = json.dumps({**GREEDY, "messages": user("hello"), "max_tokens": 3})
+    sockets = set()
+    for stream in (False, True, False):
+        more = json.dumps({**json.loads(body), "stream": stream})
+        connection.request("POST", "/v1/chat/completions", more, {"content-type": "application/json"})
+        reply = connection.getresponse()
+        expected = "text/event-stream" if stream else "application/json"
+        assert reply.headers["content-type"].startswith(expected)
+        assert reply.read()
+        sockets.add(connection.sock)
+    assert len(sockets) == 1
+    assert None not in sockets
 
 
 def test_request_ids_go_in_and_out(chain: Endpoint) -> None:
