@@ -150,4 +150,7 @@ class MessagesRequest(CountTokensRequest):
     metadata: MessageMetadata | None = None
     container: Annotated[Any, NeutralOnly("This server runs no code.")] = None
     service_tier: Annotated[Any, NeutralOnly("This server has one service tier.", "auto", "standard_only")] = None
+    speed: Annotated[Any, NeutralOnly("This server has one speed.", "standard")] = None
+    diagnostics: Annotated[Any, NeutralOnly("This server keeps no earlier messages to compare with.")] = None
+    user_profile_id: _NO_EFFECT_ANY = None
     inference_geo: _NO_EFFECT_ANY = None

@@ -167,6 +167,11 @@ class ResponsesRequest(WireModel):
     max_tool_calls: Annotated[Any, NeutralOnly("The number of calls cannot be bounded.")] = None
     service_tier: Annotated[Any, NeutralOnly("This server has one service tier.", "auto", "default")] = None
     context_management: Annotated[Any, NeutralOnly("This server does not edit the context.", [])] = None
+    moderation: Annotated[Any, NeutralOnly("This server does not moderate.")] = None
+    image: Annotated[Any, NeutralOnly("This model reads and writes text only.")] = None
+    background_options: _NO_EFFECT_ANY = None
+    access_programs: _NO_EFFECT_ANY = None
+    prompt_cache_options: _NO_EFFECT_ANY = None
     stream_options: _NO_EFFECT_ANY = None
     store: Annotated[bool | None, no_effect] = None
     metadata: _NO_EFFECT_ANY = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -14,9 +15,14 @@ import openai
 import pytest
 from langchain_core.messages import HumanMessage
 from langchain_openai import ChatOpenAI
+from pydantic import BaseModel
 from starlette.types import ASGIApp
 
+from serve_app.ingress.anthropic_types import MessagesRequest
+from serve_app.ingress.embeddings import EmbeddingsRequest
 from serve_app.ingress.http_app import build_http_app
+from serve_app.ingress.openai_types import ChatCompletionRequest, CompletionRequest
+from serve_app.ingress.responses_types import ResponsesRequest
 from tests.api.test_tools import CALL, FIND
 from tests.core_fakes import make_core
 from tests.serve_fakes import SETTINGS, EngineFleet, SpeakingRunner
@@ -254,3 +260,23 @@ async def test_langchain_gets_structured_output() -> None:
         schema = {"title": "found", "description": "d", **SCHEMA}
         answer = await model.with_structured_output(schema, method="json_schema").ainvoke("hello")
         assert answer == {"text": "x"}
+
+
+# --- what all of them can ask for ---------------------------------------------------------------------------------
+
+GPT = openai.OpenAI(api_key="x")
+NOT_OF_THE_BODY = {"extra_headers", "extra_query", "extra_body", "timeout", "workspace_id"}
+
+
+@pytest.mark.parametrize(
+    ("create", "request_model"),
+    [
+        (GPT.chat.completions.create, ChatCompletionRequest),
+        (GPT.completions.create, CompletionRequest),
+        (GPT.responses.create, ResponsesRequest),
+        (GPT.embeddings.create, EmbeddingsRequest),
+        (anthropic.Anthropic(api_key="x").messages.create, MessagesRequest),
+    ],
+)
+def test_every_parameter_of_the_vendors_clients_is_a_known_field(create: Any, request_model: type[BaseModel]) -> None:
+    assert set(inspect.signature(create).parameters) - NOT_OF_THE_BODY <= set(request_model.model_fields)
