@@ -59,6 +59,7 @@ def messages_call(request: MessagesRequest, context: CallContext) -> GenerateCal
 
 def _call(request: CountTokensRequest, context: CallContext, sampling: SamplingParams, **more: Any) -> GenerateCall:
     thinking = request.thinking
+    effort = (request.output_config.effort if request.output_config else None) or ""
     variables = {"continue_final_message": True} if request.messages[-1].role == "assistant" else {}
     return GenerateCall(
         **{
@@ -73,7 +74,7 @@ def _call(request: CountTokensRequest, context: CallContext, sampling: SamplingP
             "client_request_id": context.client_request_id,
             "tool_use": _tool_use(request),
             "template_variables": variables,
-            "thinking_effort": "none" if thinking is not None and thinking.type == "disabled" else "",
+            "thinking_effort": "none" if thinking is not None and thinking.type == "disabled" else effort,
             "thinking_budget": thinking.budget_tokens if thinking is not None and thinking.type == "enabled" else None,
             **more,
         }

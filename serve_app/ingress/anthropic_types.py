@@ -114,7 +114,7 @@ class OutputConfig(WireModel):
     """The answer's format and effort."""
 
     format: JsonFormat | None = None
-    effort: Annotated[Any, NeutralOnly("This model has no effort to choose.")] = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
 
 
 class MessageMetadata(WireModel):

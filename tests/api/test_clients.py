@@ -157,6 +157,7 @@ async def test_tokens_are_counted_as_they_are_billed() -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, anthropic.BadRequestError),
         ({"tools": [CLAUDE_TOOL], "tool_choice": {"type": "tool", "name": "g"}}, anthropic.BadRequestError),
         ({"thinking": {"type": "enabled", "budget_tokens": 5}}, anthropic.BadRequestError),
+        ({"output_config": {"effort": "high"}}, anthropic.BadRequestError),
     ],
 )
 async def test_messages_are_refused_in_their_own_shape(changes: dict[str, Any], error: type[Exception]) -> None:
