@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,12 +16,14 @@ from engine.mlx_backend.kernels.tiling import TUNINGS, Geometry
 
 F32, F16, BF16 = mx.float32, mx.float16, mx.bfloat16
 WIDE, NARROW = TUNINGS["cuda"], TUNINGS["metal"]
+AHEAD = dataclasses.replace(WIDE, loads_ahead=True)
 CONFIGURATIONS = {
     "grouped heads, 128 wide, bf16": (Geometry(8, 2, 128, 16, 128**-0.5), BF16, BF16, WIDE),
     "the same, cut for Metal": (Geometry(8, 2, 128, 16, 128**-0.5), BF16, BF16, NARROW),
+    "the same, loading ahead": (Geometry(8, 2, 128, 16, 128**-0.5), BF16, BF16, AHEAD),
     "three heads a group, 64 wide, fp32": (Geometry(9, 3, 64, 16, 0.125), F32, F32, WIDE),
     "no groups, 80 wide, soft cap, sinks": (Geometry(2, 2, 80, 8, 0.1, 0, 30.0, True), F16, F16, WIDE),
-    "seven heads a group, 96 wide, window": (Geometry(7, 1, 96, 16, 0.1, 50, 0.0, True), F16, F16, WIDE),
+    "seven heads a group, 96 wide, window": (Geometry(7, 1, 96, 16, 0.1, 50, 0.0, True), F16, F16, AHEAD),
     "one head for all, 64 wide, fp32 pool": (Geometry(8, 1, 64, 16, 0.125), BF16, F32, WIDE),
     "two tiles, 256 wide, bf16 pool": (Geometry(32, 2, 256, 32, 0.0625, 700), F32, BF16, NARROW),
 }

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from engine.mlx_backend.gpu_cache import KernelBook
-from engine.mlx_backend.kernel_check import Trials, projection_trial, sampling_trial
+from engine.mlx_backend.kernel_check import Trials, norm_trial, projection_trial, rotation_trial, sampling_trial
 from engine.mlx_backend.kernels import reference
 from engine.mlx_backend.kernels.launch import gpu_factory, gpu_target
 from engine.mlx_backend.kernels.paged_attention import PagedKernels
@@ -55,6 +55,7 @@ def test_every_trial_passes(dtype: mx.Dtype, window: int) -> None:
     geometry = Geometry(8, 2, 128, 16, 128**-0.5, window)
     book = KernelBook(16, factory, TUNINGS[target])
     verdicts = [*Trials(geometry, dtype, dtype, book).run(), sampling_trial(factory, dtype)]
+    verdicts += [rotation_trial(factory, dtype, 128), norm_trial(factory, dtype)]
     if TUNINGS[target].projects_rows:
         verdicts.append(projection_trial(factory, dtype))
     assert [verdict for verdict in verdicts if verdict.problem] == []

@@ -76,6 +76,9 @@ def decode(factory: KernelFactory) -> Iterator[str]:
     base = TUNINGS["cuda"]
     changes: list[dict[str, int]] = [
         {},
+        *({"loads_ahead": 1, "target_groups": groups} for groups in (264, 528, 1024)),
+        {"loads_ahead": 1, "longest_span": 1024},
+        {"loads_ahead": 1, "simds": 8, "target_groups": 528},
         *({"target_groups": groups} for groups in (264, 528, 2048)),
         *({"longest_span": span} for span in (256, 1024)),
         *({"loaded_bytes": loaded} for loaded in (64, 256)),

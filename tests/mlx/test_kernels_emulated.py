@@ -202,7 +202,9 @@ def _mutated(emulator: Emulator, old: str, new: str) -> PagedKernels:
     [
         pytest.param("BARRIER();", ";", "error", id="no barrier"),
         pytest.param("if (owner) {", "if (lane < 7) {", "do not meet", id="a simdgroup operation in part of the lanes"),
-        pytest.param("max(base + u, begin), last - 1)", "base + u, last + 5)", "nan", id="a position not yet written"),
+        pytest.param(
+            "max((base) + u, begin), last - 1)", "(base) + u, last + 5)", "nan", id="a position not yet written"
+        ),
         pytest.param("tile % TILES == 0) {", "false) {", "were stored", id="a token not stored"),
         pytest.param(
             "const int pos = seq_lens[row] - 1;", "const int pos = seq_lens[row];", "stored", id="one too far"

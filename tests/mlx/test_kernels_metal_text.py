@@ -64,7 +64,9 @@ class _Changed(KernelText):
         pytest.param(
             "DEVICE P* k_to = (DEVICE P*)", "P* k_to = (P*)", "no address space", id="pointer without a space"
         ),
-        pytest.param("copy_vector<VEC>(keys[u] + p * VEC,", "copy_vector<VEC>(shared_top[0],", "", id="undeclared yet"),
+        pytest.param(
+            "copy_vector<VEC>(to_keys[u] + p * VEC,", "copy_vector<VEC>(shared_top[0],", "", id="undeclared yet"
+        ),
         pytest.param(
             "k_pool + from +", "keys[u] + from +", "no matching function", id="thread memory as device memory"
         ),

@@ -88,7 +88,7 @@ _DECODE_INPUTS = (
 )
 _DECODE_CONSTANTS = (
     *("D", "KV_HEADS", "HEADS", "TILES", "BLOCK", "WINDOW", "SOFT_CAP", "HAS_SINKS"),
-    *("LEAST", "SIMDS", "ELEMS", "VEC", "KEYS", "BATCH"),
+    *("LEAST", "SIMDS", "ELEMS", "VEC", "KEYS", "BATCH", "AHEAD"),
 )
 
 DECODE_WHOLE = KernelText(

@@ -41,7 +41,8 @@ class Geometry:
 class Tuning:
     """What depends on the chip. ``registers``: numbers of queries, and again of results, a lane may hold.
 
-    ``loaded_bytes``: keys and values that a lane has on the way at once; ``target_groups``: threadgroups that fill the
+    ``loaded_bytes``: keys and values that a lane has on the way at once, twice as many if it ``loads_ahead`` the next
+    turn's before it uses this one's; ``target_groups``: threadgroups that fill the
     chip; ``longest_span``: positions a threadgroup reads at most before the context is split further.
     ``chunk_groups``: threadgroups of chunk attention that fill the chip (0: a chunk's context is never split).
     ``pages_chunks``: whether prompt chunks attend by the kernel, not by MLX's attention over gathered blocks.
@@ -53,6 +54,7 @@ class Tuning:
     simds: int = 8
     registers: int = 64
     loaded_bytes: int = 128
+    loads_ahead: bool = False
     target_groups: int = 1024
     longest_span: int = 512
     chunk_groups: int = 0
@@ -91,6 +93,7 @@ class Tiling:
     simds: int
     batch: int
     least: int
+    ahead: bool
 
     @property
     def num_threads(self) -> int:
@@ -136,6 +139,7 @@ def tile_decode(geometry: Geometry, pool_number_bytes: int, tuning: Tuning) -> T
         simds=tuning.simds,
         batch=largest_divisor(heads, max(1, _SHARED_BYTES // (tuning.simds * D * 4))),
         least=max(workers * keys, geometry.block_size),
+        ahead=tuning.loads_ahead,
     )
 
 
@@ -166,6 +170,7 @@ def decode_constants(geometry: Geometry, tiling: Tiling) -> dict[str, int]:
         "VEC": tiling.vec,
         "KEYS": tiling.keys,
         "BATCH": tiling.batch,
+        "AHEAD": int(tiling.ahead),
     }
 
 
