@@ -115,14 +115,21 @@ def decode(factory: KernelFactory) -> Iterator[str]:
 
 
 def chunks(factory: KernelFactory) -> Iterator[str]:
-    """Chunk attention of few and many tokens at short and long contexts, by how many threadgroups are wanted."""
+    """Chunk attention of few and many tokens at short and long contexts, by how it is cut."""
+    changes: list[dict[str, int]] = [
+        {},
+        *({"chunk_groups": groups} for groups in (0, 264, 528)),
+        {"chunk_simds": 4, "chunk_groups": 264},
+        {"chunk_keys": 64},
+        {"chunk_keys": 64, "chunk_simds": 4, "chunk_groups": 264},
+        {"chunk_keys": 16, "chunk_groups": 264},
+    ]
     for start in (0, 2048, 8192, 15_872):
         pool, table = _pool(1, start + 512)
         for count in (64, 128, 192, 256, 512):
             queries, times = mx.random.normal((count, 32, 1, 128), mx.bfloat16), {}
-            for groups in (0, 132, 264, 528):
-                tuning = dataclasses.replace(TUNINGS["cuda"], chunk_groups=groups)
-                kernels = PagedKernels(GEOMETRY, mx.bfloat16, mx.bfloat16, factory, tuning)
+            for change in changes:
+                kernels = PagedKernels(GEOMETRY, mx.bfloat16, mx.bfloat16, factory, _changed(TUNINGS["cuda"], change))
                 spans = mx.array([[0, count, start]], mx.int32)
 
                 def chain(
@@ -138,8 +145,8 @@ def chunks(factory: KernelFactory) -> Iterator[str]:
                         outputs.append(out)
                     return outputs
 
-                times[str(groups)] = seconds(chain, 16)
-            yield f"chunk attention, {count} tokens at {start}, us by chunk_groups: " + _listed(times)
+                times[str(change or "as it is")] = seconds(chain, 16)
+            yield f"chunk attention, {count} tokens at {start}, us: " + _listed(times)
 
 
 def _changed(tuning: Tuning, change: dict[str, int]) -> Tuning:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -118,10 +119,14 @@ def test_chunks_are_written_gathered_and_copied(name: str, emulator: Emulator) -
         "one head for all, 64 wide, fp32 pool",
     ],
 )
-@pytest.mark.parametrize("chunk_groups", [0, 1000], ids=["one split", "many splits"])
-def test_chunks_attend_over_their_paged_context(chunk_groups: int, name: str, emulator: Emulator) -> None:
+@pytest.mark.parametrize(
+    "cut",
+    [{"chunk_groups": 0}, {"chunk_groups": 1000, "chunk_simds": 4, "chunk_keys": 64}],
+    ids=["one split", "many splits"],
+)
+def test_chunks_attend_over_their_paged_context(cut: dict[str, Any], name: str, emulator: Emulator) -> None:
     geometry, dtype, pool_dtype, tuning = CONFIGURATIONS[name]
-    tuning = dataclasses.replace(tuning, chunk_groups=chunk_groups)
+    tuning = dataclasses.replace(tuning, **cut)
     kernels = PagedKernels(geometry, dtype, pool_dtype, emulator, tuning)
     for seed, spans in enumerate([[(0, 1)], [(0, 70), (200, 33)], [(31, 2), (0, 0), (1000, 50)]]):
         # A chunk [start, start + count) is stored already: its last token counts as the past of a next one.

@@ -19,7 +19,7 @@ GEOMETRY = Geometry(8, 2, 128, 16, 0.1, 40, 30.0, True)
 TILING = tile_decode(GEOMETRY, 2, TUNINGS["metal"])
 CONSTANTS = {
     **decode_constants(GEOMETRY, TILING),
-    **chunk_constants(GEOMETRY, vec=8),
+    **chunk_constants(GEOMETRY, 8, TUNINGS["metal"]),
     "HEADS": 8,
     "NUM_HEADS": 8,
     "THREADS": 256,

@@ -18,13 +18,14 @@ import mlx.core as mx
 from engine.mlx_backend.kernels import dialect
 from engine.mlx_backend.kernels.launch import KernelFactory, Launch
 from engine.mlx_backend.kernels.tiling import (
-    CHUNK_SIMDS,
+    SIMD_WIDTH,
     Geometry,
     Tuning,
     attends_chunks,
     chunk_constants,
     chunk_reduce_constants,
     decode_constants,
+    num_chunk_groups,
     num_chunk_splits,
     num_splits,
     reduce_constants,
@@ -66,8 +67,8 @@ class PagedKernels:
         self._write = bind(dialect.CHUNK_WRITE, pieces)
         self._gather = bind(dialect.CHUNK_GATHER, {**pieces, "BLOCK": block})
         self.attends_chunks = attends_chunks(geometry, dtype.size)
-        self._chunk_whole = bind(dialect.CHUNK_WHOLE, chunk_constants(geometry, self._vec))
-        self._chunk_split = bind(dialect.CHUNK_SPLIT, chunk_constants(geometry, self._vec))
+        self._chunk_whole = bind(dialect.CHUNK_WHOLE, chunk_constants(geometry, self._vec, tuning))
+        self._chunk_split = bind(dialect.CHUNK_SPLIT, chunk_constants(geometry, self._vec, tuning))
         self._chunk_reduce = bind(dialect.CHUNK_REDUCE, chunk_reduce_constants(geometry, self._reduce_threads))
         self._copy = bind(dialect.BLOCK_COPY, {**pieces, "BLOCK": block, "VEC": self._copy_vec})
         # With a soft cap the scores are capped before they go to base 2.
@@ -153,8 +154,8 @@ class PagedKernels:
         sinks = self._no_sinks if sinks is None else sinks
         splits = num_chunk_splits(g, N, block_table.shape[1] * g.block_size, self.tuning)
         inputs = (queries, pool.keys, pool.values, block_table, chunks, self._scales, sinks, version)
-        groups = (-(-N * g.group // (16 * CHUNK_SIMDS)), g.num_kv_heads * splits, chunks.shape[0])
-        threads = CHUNK_SIMDS * 32
+        groups = (num_chunk_groups(g, N, self.tuning), g.num_kv_heads * splits, chunks.shape[0])
+        threads = self.tuning.chunk_simds * SIMD_WIDTH
         if splits == 1:
             out, version = self._chunk_whole(
                 *inputs, groups=groups, num_threads=threads, output_shapes=[queries.shape, (1,)]

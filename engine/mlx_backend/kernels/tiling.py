@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 SIMD_WIDTH = 32
-CHUNK_SIMDS = 8
 _MAX_HEADS_PER_TILE = 8
 _MAX_ELEMS_PER_LANE = 24
 _VECTOR_BYTES = 16
@@ -42,10 +41,11 @@ class Tuning:
     """What depends on the chip. ``registers``: numbers of queries, and again of results, a lane may hold.
 
     ``loaded_bytes``: keys and values that a lane has on the way at once, twice as many if it ``loads_ahead`` the next
-    turn's before it uses this one's; ``target_groups``: threadgroups that fill the
-    chip; ``longest_span``: positions a threadgroup reads at most before the context is split further.
-    ``chunk_groups``: threadgroups of chunk attention that fill the chip (0: a chunk's context is never split).
-    ``pages_chunks``: whether prompt chunks attend by the kernel, not by MLX's attention over gathered blocks.
+    turn's before it uses this one's; ``target_groups``: threadgroups that fill the chip; ``longest_span``: positions a
+    threadgroup reads at most before the context is split further. ``chunk_simds`` and ``chunk_keys``: simdgroups of a
+    threadgroup of chunk attention, 16 rows each, and positions that it reads in a turn (half as many where heads are
+    wider than 128). ``chunk_groups``: threadgroups of chunk attention that fill the chip (0: a chunk's context is never
+    split). ``pages_chunks``: whether prompt chunks attend by the kernel, not by MLX's attention over gathered blocks.
     ``joins_products``: whether layers with the same input may be one product; then also ``projects_rows``: whether
     products of few rows may be the projection kernel's, and ``rotates_heads``: whether the rotation kernel splits and
     rotates the heads of a joined product. ``fuses_norms``: whether a residual and the norm behind it are one kernel.
@@ -57,6 +57,8 @@ class Tuning:
     loads_ahead: bool = False
     target_groups: int = 1024
     longest_span: int = 512
+    chunk_simds: int = 8
+    chunk_keys: int = 32
     chunk_groups: int = 0
     pages_chunks: bool = False
     joins_products: bool = False
@@ -197,9 +199,9 @@ def chunk_reduce_constants(geometry: Geometry, num_threads: int) -> dict[str, in
     }
 
 
-def chunk_constants(geometry: Geometry, vec: int) -> dict[str, int]:
-    """The chunk attention kernel's template. Keys and values of a turn take at most half of Metal's threadgroup memory
-    each."""
+def chunk_constants(geometry: Geometry, vec: int, tuning: Tuning) -> dict[str, int]:
+    """The chunk attention kernel's template. With 32 positions a turn, keys and values take at most half of Metal's
+    threadgroup memory each."""
     return {
         "D": geometry.head_dim,
         "KV_HEADS": geometry.num_kv_heads,
@@ -209,10 +211,15 @@ def chunk_constants(geometry: Geometry, vec: int) -> dict[str, int]:
         "SOFT_CAP": int(geometry.soft_cap > 0),
         "HAS_SINKS": int(geometry.has_sinks),
         "LEAST": LEAST_CHUNK_SPAN,
-        "KEYS": 32 if geometry.head_dim <= 128 else 16,
-        "SIMDS": CHUNK_SIMDS,
+        "KEYS": tuning.chunk_keys if geometry.head_dim <= 128 else tuning.chunk_keys // 2,
+        "SIMDS": tuning.chunk_simds,
         "VEC": vec,
     }
+
+
+def num_chunk_groups(geometry: Geometry, num_rows: int, tuning: Tuning) -> int:
+    """Threadgroups of chunk attention for ``num_rows`` tokens of one KV head and one split."""
+    return -(-num_rows * geometry.group // (16 * tuning.chunk_simds))
 
 
 def num_chunk_splits(geometry: Geometry, num_rows: int, max_positions: int, tuning: Tuning) -> int:
@@ -220,7 +227,7 @@ def num_chunk_splits(geometry: Geometry, num_rows: int, max_positions: int, tuni
     have ``num_rows`` tokens: as many as fill the chip. Depends on a step's shape only, not on its positions."""
     if geometry.window:
         max_positions = min(max_positions, geometry.window + num_rows)
-    groups = -(-num_rows * geometry.group // (16 * CHUNK_SIMDS)) * geometry.num_kv_heads
+    groups = num_chunk_groups(geometry, num_rows, tuning) * geometry.num_kv_heads
     most = min(-(-max_positions // LEAST_CHUNK_SPAN), _MAX_CHUNK_SPLITS)
     return max(1, min(tuning.chunk_groups // groups, most))
 
