@@ -22,6 +22,7 @@ import numpy.typing as npt
 from engine.batch import BatchRow, StepBatch
 from engine.mlx_backend.noise import key_words
 from engine.mlx_backend.rungs import rung_for, table_width, token_rung
+from engine.mlx_backend.speculation import sampling_places
 from engine.mlx_backend.uploads import Layout, pack
 
 _LEAST_TABLE_TOKENS = 512
@@ -106,6 +107,7 @@ class GpuInputBuilder:
         if num_tokens <= num_rows:
             return self._packed(arrays, num_rows, (None,) * num_rows)
         arrays |= self._chunk_arrays([], num_rows, num_tokens - num_rows, 1)
+        arrays["head_index"] = np.arange(num_rows + 1, dtype=np.int32)
         return self._packed(arrays, num_rows, (None,) * (num_rows + 1), num_tokens - num_rows)
 
     def _paged(
@@ -117,10 +119,16 @@ class GpuInputBuilder:
     ) -> HostStep:
         num_tokens = sum(row.num_tokens for row in chunks)
         num_padded = token_rung(num_rows + num_tokens) - num_rows
-        num_chunks = 1 << (len(chunks) - 1).bit_length()
+        heads = _chunk_heads(chunks, num_rows)
+        num_chunks, num_heads = _power_of_two(len(chunks)), _power_of_two(len(heads))
         arrays |= self._chunk_arrays(chunks, num_rows, num_padded, num_chunks)
-        ends = [row if row.samples else None for row in chunks]
-        return self._packed(arrays, num_rows, (*decode_rows, *_padded(ends, num_chunks)), num_padded)
+        # Where nobody samples, any row will do.
+        head_index = np.full(num_rows + num_heads, num_rows, np.int32)
+        head_index[:num_rows] = np.arange(num_rows)
+        head_index[num_rows : num_rows + len(heads)] = [place for place, _ in heads]
+        arrays["head_index"] = head_index
+        head_rows = (*decode_rows, *_padded([row for _, row in heads], num_heads))
+        return self._packed(arrays, num_rows, head_rows, num_padded)
 
     def _chunk_arrays(
         self, chunks: Sequence[BatchRow], num_rows: int, num_padded: int, num_chunks: int
@@ -131,15 +139,12 @@ class GpuInputBuilder:
         spans = np.zeros((num_chunks, 3), np.int32)
         # As wide as can be: the kernel reads what it needs, and a narrower table would be one more compiled step.
         tables = np.zeros((num_chunks, self._max_width), np.int32)
-        head_index = np.arange(num_rows + num_chunks, dtype=np.int32)
-        head_index[num_rows:] = num_rows
         first = 0
         for i, row in enumerate(chunks):
             rows = slice(first, first + row.num_tokens)
             tokens[rows], positions[rows], targets[rows] = tokens_of(row), _positions(row), self._places(row)
             spans[i] = first, row.num_tokens, row.start
             tables[i, : self._num_blocks(row)] = row.block_ids[: self._num_blocks(row)]
-            head_index[num_rows + i] = num_rows + rows.stop - 1
             first = rows.stop
         return {
             "chunk_tokens": tokens,
@@ -147,7 +152,6 @@ class GpuInputBuilder:
             "chunk_targets": targets,
             "chunks": spans,
             "chunk_tables": tables,
-            "head_index": head_index,
         }
 
     def _gathered(
@@ -166,9 +170,9 @@ class GpuInputBuilder:
         arrays["chunk_tokens"] = np.concatenate([tokens_of(row) for row in chunks])
         arrays["chunk_positions"] = np.concatenate([_positions(row) for row in chunks])
         arrays["chunk_targets"] = np.concatenate([self._places(row) for row in chunks])
-        ends = [shape.first + shape.count - 1 for row, shape in zip(chunks, shapes, strict=True) if row.samples]
-        arrays["head_index"] = np.array([*range(num_rows), *ends], np.int32)
-        head_rows = (*decode_rows, *(row for row in chunks if row.samples))
+        heads = [(place, row) for place, row in _chunk_heads(chunks, num_rows) if row is not None]
+        arrays["head_index"] = np.array([*range(num_rows), *(place for place, _ in heads)], np.int32)
+        head_rows = (*decode_rows, *(row for _, row in heads))
         return self._packed(arrays, num_rows, head_rows, first - num_rows, tuple(shapes))
 
     def _decode_arrays(self, rows: Sequence[BatchRow], num_rows: int) -> dict[str, npt.NDArray[np.generic]]:
@@ -268,9 +272,25 @@ def _padded(rows: Sequence[BatchRow | None], count: int) -> tuple[BatchRow | Non
     return (*rows, *(None,) * (count - len(rows)))
 
 
+def _chunk_heads(chunks: Sequence[BatchRow], num_rows: int) -> list[tuple[int, BatchRow | None]]:
+    """Packed rows whose logits are wanted, and for whom: each chunk's last one, and one more for each guess before it.
+    The last row of a chunk that does not sample is nobody's."""
+    heads: list[tuple[int, BatchRow | None]] = []
+    end = num_rows
+    for row in chunks:
+        end += row.num_tokens
+        places = sampling_places(row) if row.samples else [None]
+        heads += [(end - len(places) + index, place) for index, place in enumerate(places)]
+    return heads
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << (count - 1).bit_length()
+
+
 def tokens_of(row: BatchRow) -> npt.NDArray[np.int32]:
-    """A chunk's tokens, which the host knows."""
-    tokens = row.token_ids[row.start : row.start + row.num_tokens]
+    """A chunk's tokens, which the host knows, and guesses behind them."""
+    tokens = [*row.token_ids[row.start : row.start + row.num_tokens], *row.draft_token_ids]
     assert len(tokens) == row.num_tokens, f"{row.request_id}: a prompt chunk's tokens are not known to the host"
     return np.array(tokens, np.int32)
 

@@ -30,6 +30,7 @@ from engine.mlx_backend.loaded_model import LoadedModel
 from engine.mlx_backend.model_runner import KvDtype, resolve_kv_dtype
 from engine.mlx_backend.row_guides import RowGuides
 from engine.mlx_backend.rungs import rung_for, rungs_up_to, token_rung, token_rungs
+from engine.mlx_backend.speculation import verify
 from engine.mlx_backend.step_clock import StepClock
 
 _WARM_UP_STEPS = 2
@@ -41,16 +42,18 @@ class _PendingStep:
     """A step on its way."""
 
     def __init__(
-        self, step_index: int, samples: GpuSamples | None, waits_for: list[mx.array], clock: StepClock
+        self, batch: StepBatch, samples: GpuSamples | None, waits_for: list[mx.array], clock: StepClock
     ) -> None:
-        self._step_index, self._samples, self._waits_for, self._clock = step_index, samples, waits_for, clock
+        self._step_index, self._samples, self._waits_for, self._clock = batch.step_index, samples, waits_for, clock
+        self._drafting = tuple(row for row in batch.rows if row.draft_token_ids)
         self._launched_s = time.perf_counter()
 
     def result(self) -> StepOutput:
         """Wait for the step. Raises what its computation raised."""
         mx.eval(self._waits_for)
-        tokens, failures = self._samples.read() if self._samples is not None else ({}, {})
-        return StepOutput(self._step_index, tokens, self._clock.elapsed_s(self._launched_s), failures)
+        read = self._samples.read() if self._samples is not None else ({}, {})
+        tokens, failures, further = verify(self._drafting, *read)
+        return StepOutput(self._step_index, tokens, self._clock.elapsed_s(self._launched_s), failures, further)
 
 
 class GpuModelRunner:
@@ -76,7 +79,10 @@ class GpuModelRunner:
         dtype = resolve_kv_dtype(loaded, kv_dtype)
         self._thread_id = threading.get_ident()
         self._facts = dataclasses.replace(
-            loaded.facts, kv_bytes_per_token=loaded.kv_bytes_per_token(dtype), guides=loaded.grammars is not None
+            loaded.facts,
+            kv_bytes_per_token=loaded.kv_bytes_per_token(dtype),
+            guides=loaded.grammars is not None,
+            verifies_drafts=True,
         )
         self._slots, self._max_chunk_tokens = slots, max_chunk_tokens
         self._model: GpuModel | None = GpuModel(
@@ -129,7 +135,7 @@ class GpuModelRunner:
             model.logits(host, self._sampler.last_tokens)  # for the pools' sake; the head is never computed
         waits_for = [*model.versions, *self._sampler.state(), *(samples.arrays() if samples is not None else ())]
         mx.async_eval(waits_for)  # type: ignore[no-untyped-call]
-        return _PendingStep(batch.step_index, samples, waits_for, self._clock)
+        return _PendingStep(batch, samples, waits_for, self._clock)
 
     def warm_up(self) -> None:
         """Run every size of step, so that nothing is compiled or searched for while people wait."""

@@ -20,9 +20,9 @@ from engine.scheduler.step_cost import StepLoad
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """``requests`` are the rows' requests in order. ``num_draft_tokens`` come on top of ``load``. ``block_ids`` and
-    ``window_block_ids`` return to their pools after the step. ``saved``: the recurrent states that it saves, by the
-    arrival of their request.
+    """``requests`` are the rows' requests in order. ``num_draft_tokens`` come on top of ``load``; ``scheduled_s`` is
+    when the step was chosen. ``block_ids`` and ``window_block_ids`` return to their pools after the step. ``saved``:
+    the recurrent states that it saves, by the arrival of their request.
 
     ``predecessor_landed_s`` is set when the step before it landed while this one was in flight: only the time after
     that can be its own, at most ``most_s``. A runner that counts from the launch counts its predecessor's end, too.
@@ -32,6 +32,7 @@ class LaunchedStep:
     requests: tuple[Request, ...]
     load: StepLoad
     num_draft_tokens: int = 0
+    scheduled_s: float = 0.0
     block_ids: list[list[int]] = field(default_factory=list)
     window_block_ids: list[list[int]] = field(default_factory=list)
     released_ids: list[str] = field(default_factory=list)

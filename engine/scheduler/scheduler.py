@@ -161,7 +161,7 @@ class Scheduler:
     def update(self, batch: StepBatch, output: StepOutput, now_s: float) -> list[TokenOutput]:
         """Take a step's result in. Results for requests that left meanwhile are dropped."""
         step = self._land(batch, now_s)
-        self._observe(step, min(output.elapsed_s, step.most_s))
+        self._observe(step, min(output.elapsed_s, step.most_s), now_s)
         outputs: list[TokenOutput] = []
         for row, request in zip(batch.rows, step.requests, strict=True):
             saved = step.saved.get(request.arrival, ())
@@ -271,10 +271,11 @@ class Scheduler:
             assert self._residency.states is not None
             self._residency.states.landed(each, still_runs)
 
-    def _observe(self, step: LaunchedStep, elapsed_s: float) -> None:
+    def _observe(self, step: LaunchedStep, elapsed_s: float, now_s: float) -> None:
         """A step's time teaches what such steps cost."""
         if step.num_draft_tokens and self._speculator is not None:
-            self._speculator.observe(step.load, step.num_draft_tokens, elapsed_s)
+            # Nothing computed while it was prepared: it cost all the time since it was chosen.
+            self._speculator.observe(step.load, step.num_draft_tokens, now_s - step.scheduled_s)
             self._counters.num_draft_tokens += step.num_draft_tokens
         else:
             self._cost.observe(step.load, elapsed_s)

@@ -92,7 +92,7 @@ class Speculator:
         return self._choose(decoding, [self._guess(request) for request in decoding], load)
 
     def observe(self, load: StepLoad, num_drafts: int, elapsed_s: float) -> None:
-        """A step with guesses took ``elapsed_s``."""
+        """A step with guesses took ``elapsed_s``, from its choice to its result."""
         plain_s = self._cost.predict_s(load)
         if plain_s > 0.0 and math.isfinite(elapsed_s):
             self.costs.observe(load.num_decode_rows, num_drafts, elapsed_s / plain_s)

@@ -77,7 +77,7 @@ class StepPlanner:
         batch = StepBatch(step_index, rows, tuple(copies))
         step = LaunchedStep(batch, requests, load)
         step.block_ids += [[copy.source] for copy in copies]
-        step.num_draft_tokens = sum(map(len, drafts.values()))
+        step.num_draft_tokens, step.scheduled_s = sum(map(len, drafts.values())), now_s
         if self._residency.states is not None:
             _plan_states(self._residency.states, step)
         return step

@@ -21,7 +21,9 @@ from engine.mlx_backend.model_runner import MlxModelRunner
 from engine.mlx_backend.row_products import Use
 from engine.model_source import ModelSource
 from engine.request import EngineRequest, SamplingParams, TokenOutput
+from engine.scheduler.prompt_lookup import PromptLookup
 from engine.scheduler.scheduler import Scheduler, SchedulerConfig
+from engine.scheduler.speculation import DraftCosts
 from tests.kernel_emulator import COMPILER, Emulator
 from tests.mlx.driver import GREEDY, Driver, Sequence
 from tests.mlx.tiny_models import build, tiny_model
@@ -63,7 +65,10 @@ def prompts(count: int, longest: int) -> list[list[int]]:
 
 
 def serve(
-    runner: GpuModelRunner | MlxModelRunner, requests: list[tuple[list[int], SamplingParams]], slots: int = SLOTS
+    runner: GpuModelRunner | MlxModelRunner,
+    requests: list[tuple[list[int], SamplingParams]],
+    slots: int = SLOTS,
+    max_draft_tokens: int = 0,
 ) -> list[TokenOutput]:
     """All ``requests`` through scheduler and core; one output each, its tokens and logprobs joined."""
     config = SchedulerConfig(
@@ -73,6 +78,7 @@ def serve(
         max_model_len=512,
         max_chunk_tokens=24,
         max_steps_in_flight=runner.max_steps_in_flight,
+        max_draft_tokens=max_draft_tokens,
     )
     ticks = itertools.count()
     core = EngineCore(Scheduler(config), runner, lambda: float(next(ticks)))
@@ -135,6 +141,37 @@ def half_precision() -> LoadedModel:
     model, config = build("llama", vocab_size=224)
     model.set_dtype(mx.float16)
     return describe_model(model, config, ModelSource("half", "folder", Path("nowhere"), "r0"), "cpu")
+
+
+@pytest.mark.parametrize("pages_chunks", [True, False], ids=["paged", "gathered"])
+def test_guesses_are_verified_as_they_would_be_sampled(
+    monkeypatch: pytest.MonkeyPatch, pages_chunks: bool, emulator: Emulator
+) -> None:
+    loaded = tiny_model("llama")
+    settings = ({"temperature": 0.0}, {"temperature": 0.7, "seed": 3, "num_logprobs": 2})
+    requests = [
+        (prompt, SamplingParams(max_tokens=14, **setting))
+        for prompt, setting in zip(prompts(2, 20), settings, strict=True)
+    ]
+    wanted = serve(cpu_runner(loaded), requests)
+    texts = [(*prompt, *output.token_ids) for (prompt, _), output in zip(requests, wanted, strict=True)]
+
+    def guess(_: PromptLookup, token_ids: list[int], max_tokens: int) -> tuple[int, ...]:
+        """Right but for every fifth position."""
+        text = next(text for text in texts if text[: len(token_ids)] == tuple(token_ids))
+        positions = range(len(token_ids), min(len(text), len(token_ids) + max_tokens))
+        return tuple(text[position] if position % 5 else 199 - text[position] for position in positions)
+
+    monkeypatch.setattr(PromptLookup, "guess", guess)
+    monkeypatch.setattr(DraftCosts, "ratio", lambda *_: 1.0)
+    runner = gpu_runner(loaded, emulator, tuning=dataclasses.replace(TUNING, pages_chunks=pages_chunks))
+    launched: list[StepBatch] = []
+    launch = runner.launch
+    monkeypatch.setattr(runner, "launch", lambda batch: (launched.append(batch), launch(batch))[1])
+    got = serve(runner, requests, max_draft_tokens=8)
+    assert [output.token_ids for output in got] == [output.token_ids for output in wanted]
+    assert [len(output.logprobs) for output in got] == [len(output.logprobs) for output in wanted]
+    assert sum(len(row.draft_token_ids) for batch in launched for row in batch.rows) > 8
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused heads and norms", "the model's own"])
