@@ -26,6 +26,7 @@ from engine.memory.guard_driver import GuardDriver, GuardHooks
 from engine.memory.ledger import MemoryPlan, plan_memory
 from engine.memory.plan_inputs import PlanInputs
 from engine.memory.preflight import deviations
+from engine.memory.window_blocks import WindowConfig
 from engine.mlx_backend.device import choose_backend
 from engine.mlx_backend.embeddings import find_embedding_size
 from engine.mlx_backend.loaded_model import LoadedModel
@@ -114,7 +115,8 @@ def _plan_inputs(config: EngineConfig, loaded: LoadedModel) -> PlanInputs:
         loaded, dtype, config.prefill.max_chunk_tokens, machine.own_bytes, kv_bits=config.kv_bits
     )
     gains = {} if config.profile is None else read_gains(config.profile, config.model)
-    return PlanInputs.of(config, machine, model, loaded.facts.max_model_len, gains)
+    max_draft_tokens = MAX_DRAFT_TOKENS if config.speculation == "auto" else 0
+    return PlanInputs.of(config, machine, model, loaded.facts.max_model_len, gains, max_draft_tokens)
 
 
 def _disclosing(loaded: LoadedModel, warnings: tuple[str, ...]) -> LoadedModel:
@@ -135,8 +137,9 @@ def _join(
         kv_dtype=config.kv_dtype,
         kv_bits=config.kv_bits,
         num_state_snapshots=plan.num_state_snapshots,
+        num_window_blocks=plan.num_window_blocks or None,
     )
-    scheduler = Scheduler(_scheduler_config(config, source, runner, plan))
+    scheduler = Scheduler(_scheduler_config(config, source, runner, plan, loaded.window_tokens))
     guard = MemoryGuard(GuardConfig.of(inputs))
     hooks = GuardHooks(reusable_bytes=device.reusable_bytes, set_tight=device.set_tight, on_event=_log_guard_event)
     return EngineCore(
@@ -151,7 +154,7 @@ def _join(
 
 
 def _scheduler_config(
-    config: EngineConfig, source: ModelSource, runner: ModelRunner, plan: MemoryPlan
+    config: EngineConfig, source: ModelSource, runner: ModelRunner, plan: MemoryPlan, window_tokens: int
 ) -> SchedulerConfig:
     return SchedulerConfig(
         slots=plan.slots,
@@ -168,6 +171,7 @@ def _scheduler_config(
         revision=source.revision,
         max_steps_in_flight=runner.max_steps_in_flight,
         num_state_snapshots=plan.num_state_snapshots if _keeps_state(runner) else None,
+        window=WindowConfig(window_tokens, plan.num_window_blocks) if plan.num_window_blocks else None,
         max_draft_tokens=MAX_DRAFT_TOKENS if config.speculation == "auto" and runner.facts.verifies_drafts else 0,
     )
 
@@ -179,7 +183,12 @@ def _keeps_state(runner: ModelRunner) -> bool:
 
 def _pool_use(plan: MemoryPlan, scheduler: Scheduler) -> dict[str, int]:
     stats = scheduler.stats(time.monotonic())
-    return plan.pool_use(stats.num_blocks_free, stats.num_blocks_cached)
+    return plan.pool_use(
+        stats.num_blocks_free,
+        stats.num_blocks_cached,
+        stats.num_window_blocks_free,
+        stats.num_window_blocks_cached,
+    )
 
 
 def _log_guard_event(event: GuardEvent) -> None:

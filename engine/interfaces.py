@@ -82,7 +82,8 @@ class ModelRunner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStats:
-    """A moment of the scheduler. Blocks: total = free + cached + held.
+    """A moment of the scheduler. Blocks: total = free + cached + held; the window's are those of sliding-window layers
+    with a pool of their own.
 
     ``num_admissions``: times that a request got a slot, ``num_admission_waves``: steps in which that happened.
     ``num_draft_tokens`` were guessed and tried, ``num_accepted_tokens`` of them came true.
@@ -115,6 +116,8 @@ class SchedulerStats:
     predicted_wait_s: float | None = None
     prefill_tokens_per_s: float | None = None
     usual_answer_s: float | None = None
+    num_window_blocks_free: int = 0
+    num_window_blocks_cached: int = 0
     waiting_on: Mapping[str, int] = field(default_factory=dict)
 
 

@@ -65,8 +65,8 @@ class MemoryPlan:
     """What the engine is built with. ``slots_asked``: "auto:6" or "4". ``warnings`` are sentences for a person.
 
     ``full_length_sequences``: how many of them the pool holds at once; fewer than ``slots`` means overcommitted.
-    ``num_state_snapshots``: saved recurrent states. ``wired_limit_bytes``: GPU memory to keep resident, None where
-    there is no such limit.
+    ``num_state_snapshots``: saved recurrent states. ``num_window_blocks``: of sliding-window layers in a pool of their
+    own, 0 where there is none. ``wired_limit_bytes``: GPU memory to keep resident, None where there is no such limit.
     """
 
     slots: int
@@ -78,6 +78,8 @@ class MemoryPlan:
     block_bytes: int
     cache_limit_bytes: int
     num_state_snapshots: int = 0
+    num_window_blocks: int = 0
+    window_block_bytes: int = 0
     wired_limit_bytes: int | None = None
     warnings: tuple[str, ...] = ()
 
@@ -96,12 +98,21 @@ class MemoryPlan:
             "kv_block_bytes": self.block_bytes,
         }
 
-    def pool_use(self, num_blocks_free: int, num_blocks_cached: int) -> dict[str, int]:
-        """What the pool is used for at a moment, as flat facts for ``/status``."""
-        num_blocks_held = self.num_blocks - num_blocks_free - num_blocks_cached
+    def pool_use(
+        self,
+        num_blocks_free: int,
+        num_blocks_cached: int,
+        num_window_blocks_free: int = 0,
+        num_window_blocks_cached: int = 0,
+    ) -> dict[str, int]:
+        """What the pools are used for now, as flat facts for ``/status``. What is behind a window is not held."""
+        num_held = self.num_blocks - num_blocks_free - num_blocks_cached
+        num_window_held = self.num_window_blocks - num_window_blocks_free - num_window_blocks_cached
         return {
-            "kv_held_bytes": num_blocks_held * self.block_bytes,
-            "cached_prefix_bytes": num_blocks_cached * self.block_bytes,
+            "kv_held_bytes": num_held * self.block_bytes + num_window_held * self.window_block_bytes,
+            "kv_window_held_bytes": num_window_held * self.window_block_bytes,
+            "cached_prefix_bytes": num_blocks_cached * self.block_bytes
+            + num_window_blocks_cached * self.window_block_bytes,
         }
 
 
@@ -170,6 +181,8 @@ def _plan(inputs: PlanInputs) -> MemoryPlan:
         block_bytes=inputs.block_bytes,
         cache_limit_bytes=inputs.model.cache_limit_bytes,
         num_state_snapshots=inputs.num_state_snapshots(slots),
+        num_window_blocks=inputs.num_window_blocks(slots),
+        window_block_bytes=inputs.model.window_bytes_per_token * inputs.block_size,
         wired_limit_bytes=None if machine.working_set_bytes is None else min(gpu_bytes, machine.working_set_bytes),
         warnings=tuple(warnings),
     )
@@ -236,6 +249,7 @@ def _ledger(inputs: PlanInputs, slots: int, num_blocks: int) -> Ledger:
             term("mlx_cache_limit", model.cache_limit_bytes, "permanent", "configured"),
             term("state", inputs.state_bytes(slots), "per_request", "computed"),
             term("sampler", inputs.sampler_bytes(slots), "per_request", "computed"),
+            term("kv_window", inputs.window_pool_bytes(slots), "per_request", "computed"),
             term("kv_pool", inputs.pool_bytes(num_blocks), "per_request", "computed"),
             Term(
                 "headroom",

@@ -3,9 +3,8 @@
 Owns: the cache kind of each layer, bytes per token and per slot. Must not know: files, devices, weights; a
 configuration comes in as a mapping with Hugging Face's keys.
 
-What counts is what mlx-lm's model hands to its cache: keys and values of all KV heads in a sliding-window layer too
-(one pool serves all layers, so a window saves reads, not memory), and for multi-head latent attention either the
-latent or, in the families listed below, the expanded keys and values.
+What counts is what mlx-lm's model hands to its cache: keys and values of all KV heads, and for multi-head latent
+attention either the latent or, in the families listed below, the expanded keys and values.
 """
 
 from __future__ import annotations
@@ -80,6 +79,15 @@ class ModelShape:
     def kv_bytes_per_token(self, value_bytes: float) -> int:
         """K and V of all layers."""
         return int(value_bytes * sum(layer.values_per_token for layer in self.layers))
+
+    @property
+    def window_tokens(self) -> int:
+        """What the widest sliding-window layer sees, 0 where there is none."""
+        return max((layer.window_tokens or 0 for layer in self.layers), default=0)
+
+    def window_bytes_per_token(self, value_bytes: float) -> int:
+        """The part of ``kv_bytes_per_token`` that belongs to sliding-window layers."""
+        return int(value_bytes * sum(layer.values_per_token for layer in self.layers if layer.window_tokens))
 
     def state_bytes_per_slot(self, value_bytes: int) -> int:
         """Recurrent state of all layers."""

@@ -11,6 +11,7 @@ from typing import Literal
 
 from engine.config import EngineConfig
 from engine.memory.slots import SlotsAsked, blocks_per_sequence
+from engine.memory.window_blocks import most_ahead_tokens, num_blocks_needed
 
 GIB = 2**30
 MIB = 2**20
@@ -30,6 +31,8 @@ _FLOAT32_BYTES = 4
 STATE_SNAPSHOTS_PER_SLOT = 3
 # Every layer's arrays have one block more than the scheduler knows: it pads block tables and stays zero.
 NULL_BLOCKS = 1
+# The most steps that any runner has in flight.
+STEPS_IN_FLIGHT = 2
 
 Source = Literal["measured", "computed", "configured", "unknown"]
 
@@ -61,7 +64,8 @@ class MachineMemory:
 class ModelBytes:
     """What one model takes, measured after loading or computed from its files; ``sources`` tells which, by term.
 
-    ``weights_bytes``: as held, not as on disk. ``kv_bytes_per_token``: K and V of all layers.
+    ``weights_bytes``: as held, not as on disk. ``kv_bytes_per_token``: K and V of all layers, of which
+    ``window_bytes_per_token`` belong to sliding-window layers with a pool of their own, that see ``window_tokens``.
     ``buffer_bytes_per_token``: what a token takes in the largest single buffer that the pool consists of, 0 where that
     does not matter. ``state_bytes_per_slot``: recurrent state. ``activation_bytes``: the highest extra use during a
     step of the largest chunk at full context, ``activation_bytes_per_slot``: what each decoding row at full context
@@ -72,6 +76,8 @@ class ModelBytes:
     weights_bytes: int
     kv_bytes_per_token: int
     vocab_size: int
+    window_bytes_per_token: int = 0
+    window_tokens: int = 0
     state_bytes_per_slot: int = 0
     buffer_bytes_per_token: int = 0
     activation_bytes: int = 0
@@ -85,7 +91,8 @@ class ModelBytes:
 class PlanInputs:
     """Everything a plan depends on.
 
-    ``budget_bytes`` and ``headroom_bytes``: None is "auto". ``gains``: total decode speed by slot count over that of
+    ``budget_bytes`` and ``headroom_bytes``: None is "auto". ``max_draft_tokens``: guesses that a decode row may carry.
+    ``gains``: total decode speed by slot count over that of
     one slot, as measured on this machine; empty when nothing is measured.
     """
 
@@ -99,6 +106,8 @@ class PlanInputs:
     budget_bytes: int | None = None
     headroom_bytes: int | None = None
     gains: Mapping[int, float] = field(default_factory=dict)
+    max_chunk_tokens: int = 512
+    max_draft_tokens: int = 0
 
     @classmethod
     def of(
@@ -108,6 +117,7 @@ class PlanInputs:
         model: ModelBytes,
         max_model_len: int,
         gains: Mapping[int, float] | None = None,
+        max_draft_tokens: int = 0,
     ) -> PlanInputs:
         """Join a configuration with what is known of machine and model; ``max_model_len`` is the resolved one."""
         budget, headroom = config.memory.budget, config.memory.headroom
@@ -122,6 +132,8 @@ class PlanInputs:
             budget_bytes=None if budget == "auto" else budget,
             headroom_bytes=None if headroom == "auto" else headroom,
             gains=gains or {},
+            max_chunk_tokens=config.prefill.max_chunk_tokens,
+            max_draft_tokens=max_draft_tokens,
         )
 
     @property
@@ -131,8 +143,22 @@ class PlanInputs:
 
     @property
     def block_bytes(self) -> int:
-        """One KV block of all layers."""
-        return max(1, self.model.kv_bytes_per_token) * self.block_size
+        """One KV block of all layers that share the pool."""
+        return max(1, self.model.kv_bytes_per_token - self.model.window_bytes_per_token) * self.block_size
+
+    def num_window_blocks(self, slots: int) -> int:
+        """Blocks of sliding-window layers with a pool of their own, 0 where there is none: what ``slots`` requests see
+        and compute, and half as much again for cached prefixes."""
+        if not self.model.window_bytes_per_token:
+            return 0
+        ahead = most_ahead_tokens(self.max_chunk_tokens, slots * (1 + self.max_draft_tokens), STEPS_IN_FLIGHT)
+        needed = num_blocks_needed(self.model.window_tokens, self.block_size, slots, ahead)
+        return needed + needed // 2 if self.prefix_cache else needed
+
+    def window_pool_bytes(self, slots: int) -> int:
+        """The arrays of that pool, with its null block."""
+        num_blocks = self.num_window_blocks(slots)
+        return (num_blocks + NULL_BLOCKS) * self.block_size * self.model.window_bytes_per_token if num_blocks else 0
 
     @property
     def fixed_bytes(self) -> int:
@@ -162,7 +188,7 @@ class PlanInputs:
     def bytes_beside_pool(self, slots: int) -> int:
         """Everything that the engine holds with ``slots`` slots, except the pool."""
         by_slots = self.activation_bytes(slots) + self.state_bytes(slots) + self.sampler_bytes(slots)
-        return self.fixed_bytes + by_slots
+        return self.fixed_bytes + by_slots + self.window_pool_bytes(slots)
 
     def num_blocks_that_fit(self, slots: int) -> int:
         """Blocks that memory allows beside ``slots`` slots; zero or less when nothing is left."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import groupby
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -48,6 +49,13 @@ class LayerKind:
 
     num_kv_heads: int
     window: int | None = None
+
+
+class BlockKey(NamedTuple):
+    """A block by its pool: that of sliding-window layers, where it is one of their own, or that of the others."""
+
+    of_window: bool
+    block_id: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +122,11 @@ class StepInputs:
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """A row with the blocks that hold its positions up to the step's end."""
+    """A row with the blocks that hold its positions up to the step's end, and those of sliding-window layers."""
 
     row: BatchRow
     blocks: npt.NDArray[np.int64]
+    window_blocks: npt.NDArray[np.int64]
 
     @property
     def end(self) -> int:
@@ -125,15 +134,22 @@ class _Table:
 
     @property
     def side_by_side(self) -> bool:
-        return bool((np.diff(self.blocks) == 1).all())
+        return _side_by_side(self.blocks)
 
 
 class InputBuilder:
-    """Builds ``StepInputs`` for pools of ``num_blocks`` blocks (the null block comes after the last one)."""
+    """Builds ``StepInputs`` for pools of ``num_blocks`` blocks (the null block comes after the last one).
 
-    def __init__(self, kinds: Iterable[LayerKind], num_blocks: int, block_size: int) -> None:
+    ``num_window_blocks``: the pools of sliding-window layers hold so many, under block tables of their own; None where
+    they are like all others.
+    """
+
+    def __init__(
+        self, kinds: Iterable[LayerKind], num_blocks: int, block_size: int, num_window_blocks: int | None = None
+    ) -> None:
         self._kinds = tuple(dict.fromkeys(kinds))
-        self._null_block = num_blocks
+        self._num_blocks = num_blocks
+        self._num_window_blocks = num_window_blocks
         self._block_size = block_size
 
     def build(
@@ -153,7 +169,6 @@ class InputBuilder:
         rows = [table.row for table in ordered]
         ends = np.cumsum([row.num_tokens for row in rows])
         positions = [np.arange(row.start, row.start + row.num_tokens) for row in rows]
-        pool_rows = np.concatenate([self._pool_rows(table, at) for table, at in zip(ordered, positions, strict=True)])
         head_rows = [
             end - 1 - back
             for row, end in zip(rows, ends, strict=True)
@@ -163,27 +178,43 @@ class InputBuilder:
         return StepInputs(
             tokens=tokens_of_rows(rows, last_tokens)[:, None],
             positions=mx.array(np.concatenate(positions).astype(np.int32)),
-            plans={
-                kind: self._plan(kind, runs, self._groups(kind, shared, grouping), chunks, pool_rows)
-                for kind in self._kinds
-            },
+            plans={kind: self._plan(kind, runs, self._groups(kind, shared, grouping), chunks) for kind in self._kinds},
             rows=tuple(rows),
             sampling_rows=tuple(place for row in rows if row.samples for place in sampling_places(row)),
             head_rows=mx.array(np.array(head_rows, dtype=np.int32)),
         )
 
-    def blocks_begun(self, row: BatchRow) -> list[int]:
+    def blocks_begun(self, row: BatchRow) -> list[BlockKey]:
         """Blocks whose first position ``row`` writes in this step."""
-        first = -(-row.start // self._block_size)
-        return list(row.block_ids[first : -(-(row.start + row.num_tokens) // self._block_size)])
+        span = slice(-(-row.start // self._block_size), self._num_blocks_of(row))
+        begun = [BlockKey(False, block_id) for block_id in row.block_ids[span]]
+        return begun + [BlockKey(True, block_id) for block_id in row.window_block_ids[span]]
+
+    def _num_blocks_of(self, row: BatchRow) -> int:
+        return -(-(row.start + row.num_tokens) // self._block_size)
 
     def _table(self, row: BatchRow) -> _Table:
-        num_blocks = -(-(row.start + row.num_tokens) // self._block_size)
-        return _Table(row, np.array(row.block_ids[:num_blocks], dtype=np.int64))
+        num_blocks = self._num_blocks_of(row)
+        window_blocks = row.window_block_ids[:num_blocks] if self._num_window_blocks is not None else ()
+        return _Table(
+            row, np.array(row.block_ids[:num_blocks], dtype=np.int64), np.array(window_blocks, dtype=np.int64)
+        )
 
-    def _pool_rows(self, table: _Table, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        size = self._block_size
-        return table.blocks[positions // size] * size + positions % size
+    def _is_apart(self, kind: LayerKind) -> bool:
+        return kind.window is not None and self._num_window_blocks is not None
+
+    def _null_block(self, kind: LayerKind) -> int:
+        """The block of zeros in the pools of this kind."""
+        if kind.window is not None and self._num_window_blocks is not None:
+            return self._num_window_blocks
+        return self._num_blocks
+
+    def _blocks(self, table: _Table, kind: LayerKind) -> npt.NDArray[np.int64]:
+        return table.window_blocks if self._is_apart(kind) else table.blocks
+
+    def _pool_rows(self, table: _Table, kind: LayerKind) -> npt.NDArray[np.int64]:
+        size, positions = self._block_size, np.arange(table.row.start, table.end)
+        return self._blocks(table, kind)[positions // size] * size + positions % size
 
     def _plan(
         self,
@@ -191,19 +222,21 @@ class InputBuilder:
         runs: Sequence[_Table],
         groups: Iterable[tuple[int, list[_Table]]],
         chunks: Sequence[_Table],
-        pool_rows: npt.NDArray[np.int64],
     ) -> AttentionPlan:
-        heads = np.arange(kind.num_kv_heads) * (self._null_block + 1) * self._block_size
-        decodes = [DecodePart(i, 1, self._run(table, _first_seen(table, kind))) for i, table in enumerate(runs)]
-        first = len(decodes)
-        for num_blocks, members in groups:
+        heads = np.arange(kind.num_kv_heads) * (self._null_block(kind) + 1) * self._block_size
+        decodes: list[DecodePart] = []
+        parts: list[ChunkPart] = []
+        written: list[npt.NDArray[np.int64]] = []
+        first = 0
+        for num_blocks, members in [*((self._num_blocks_read(run, kind), [run]) for run in runs), *groups]:
             decodes.append(self._shared_part(kind, members, num_blocks, first))
+            written += [self._pool_rows(table, kind) for table in members]
             first += len(members)
-        parts = []
         for table in chunks:
             parts.append(self._chunk_part(kind, table, first))
+            written.append(self._pool_rows(table, kind))
             first += table.row.num_tokens
-        write_index = mx.array((pool_rows[:, None] + heads).astype(np.int32))
+        write_index = mx.array((np.concatenate(written)[:, None] + heads).astype(np.int32))
         return AttentionPlan(write_index, tuple(decodes), tuple(parts))
 
     def _groups(
@@ -215,19 +248,25 @@ class InputBuilder:
             return [(num_blocks, list(group)) for num_blocks, group in parts]
         return [(max(self._num_blocks_read(table, kind) for table in tables), list(tables))] if tables else []
 
-    def _run(self, table: _Table, first_position: int) -> Run:
-        return Run(int(table.blocks[0]) * self._block_size + first_position, table.end - first_position)
+    def _run(self, table: _Table, kind: LayerKind, first_position: int) -> Run | None:
+        """Positions from ``first_position`` on, where their blocks lie side by side."""
+        first_block, offset = divmod(first_position, self._block_size)
+        blocks = self._blocks(table, kind)[first_block:]
+        if not _side_by_side(blocks):
+            return None
+        return Run(int(blocks[0]) * self._block_size + offset, table.end - first_position)
 
     def _shared_part(self, kind: LayerKind, tables: Sequence[_Table], num_blocks: int, first: int) -> DecodePart:
-        if len(tables) == 1 and tables[0].side_by_side:
-            return DecodePart(first, 1, self._run(tables[0], _first_seen(tables[0], kind)))
+        if len(tables) == 1 and (run := self._run(tables[0], kind, _first_seen(tables[0], kind))) is not None:
+            return DecodePart(first, 1, run)
         size = self._block_size
-        blocks = np.full((len(tables), num_blocks), self._null_block, dtype=np.int64)
+        blocks = np.full((len(tables), num_blocks), self._null_block(kind), dtype=np.int64)
         seen = np.empty((len(tables), 2), dtype=np.int64)
         for i, table in enumerate(tables):
             first_position = _first_seen(table, kind)
             first_block = first_position // size
-            blocks[i, : len(table.blocks) - first_block] = table.blocks[first_block:]
+            own = self._blocks(table, kind)[first_block:]
+            blocks[i, : len(own)] = own
             seen[i] = first_position - first_block * size, table.end - first_block * size
         position = np.arange(num_blocks * size)
         valid = (position >= seen[:, :1]) & (position < seen[:, 1:])
@@ -239,11 +278,9 @@ class InputBuilder:
         first_position = max(0, row.start + 1 - kind.window) if kind.window else 0
         first_block = first_position // size
         begin = first_block * size
-        source: Run | mx.array
-        if table.side_by_side:
-            source = self._run(table, begin)
-        else:
-            source = self._head_blocks(table.blocks[None, first_block:], kind)
+        source: Run | mx.array | None = self._run(table, kind, begin)
+        if source is None:
+            source = self._head_blocks(self._blocks(table, kind)[None, first_block:], kind)
         mask: mx.array | None = None
         if kind.window is not None and end > kind.window:
             query, key = np.arange(row.start, end)[:, None], np.arange(begin, end)[None]
@@ -251,12 +288,16 @@ class InputBuilder:
         return ChunkPart(first, row.num_tokens, source, end - begin, mask)
 
     def _head_blocks(self, blocks: npt.NDArray[np.int64], kind: LayerKind) -> mx.array:
-        heads = np.arange(kind.num_kv_heads)[:, None] * (self._null_block + 1)
+        heads = np.arange(kind.num_kv_heads)[:, None] * (self._null_block(kind) + 1)
         return mx.array((blocks[:, None, :] + heads).astype(np.int32))
 
     def _num_blocks_read(self, table: _Table, kind: LayerKind) -> int:
         size = self._block_size
         return -(-rung(table.end - _first_seen(table, kind) // size * size) // size)
+
+
+def _side_by_side(blocks: npt.NDArray[np.int64]) -> bool:
+    return bool((np.diff(blocks) == 1).all())
 
 
 def rung(length: int) -> int:

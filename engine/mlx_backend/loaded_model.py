@@ -50,6 +50,21 @@ class LoadedModel:
         return sum(layer.bytes_per_token(dtype, kv_bits) for layer in self.layers)
 
     @property
+    def window_tokens(self) -> int:
+        """What sliding-window layers see, where they get a pool of their own; else 0. The GPU kernels read one block
+        table for all layers."""
+        if self.form is StepForm.SINGLE or (self.form is StepForm.PACKED and self.backend != "cpu"):
+            return 0
+        widest = max((layer.window or 0 for layer in self.layers), default=0)
+        return min(widest, self.facts.max_model_len)
+
+    def window_bytes_per_token(self, dtype: mx.Dtype, kv_bits: int | None = None) -> int:
+        """The part of ``kv_bytes_per_token`` that belongs to sliding-window layers with a pool of their own."""
+        if not self.window_tokens:
+            return 0
+        return sum(layer.bytes_per_token(dtype, kv_bits) for layer in self.layers if layer.window is not None)
+
+    @property
     def state_bytes_per_slot(self) -> int:
         """Recurrent state of one sequence."""
         return self.layout.state_bytes if self.layout is not None else 0
@@ -62,6 +77,7 @@ class LoadedModel:
         dtype: mx.Dtype,
         num_state_entries: int = 0,
         kv_bits: int | None = None,
+        num_window_blocks: int | None = None,
     ) -> StepModel:
         """The model with new pools, in its form."""
         return make_step_model(
@@ -74,4 +90,5 @@ class LoadedModel:
             max_model_len=self.facts.max_model_len,
             num_state_entries=num_state_entries,
             kv_bits=kv_bits,
+            num_window_blocks=num_window_blocks,
         )

@@ -40,6 +40,8 @@ def measure_model_bytes(
         weights_bytes=loaded.facts.weights_bytes,
         kv_bytes_per_token=loaded.kv_bytes_per_token(kv_dtype, kv_bits),
         vocab_size=loaded.facts.vocab_size,
+        window_bytes_per_token=loaded.window_bytes_per_token(kv_dtype, kv_bits),
+        window_tokens=loaded.window_tokens,
         state_bytes_per_slot=loaded.state_bytes_per_slot,
         buffer_bytes_per_token=(kv_bits or 8 * kv_dtype.size)
         * max((layer.num_kv_heads * max(layer.k_head_dim, layer.v_head_dim) for layer in loaded.layers), default=0)

@@ -17,8 +17,10 @@ import numpy as np
 
 from engine.batch import BatchRow, StepBatch, StepOutput
 from engine.interfaces import ModelFacts
+from engine.memory.window_blocks import HOLE
 from engine.mlx_backend.activations import measure_activation_bytes
 from engine.mlx_backend.embeddings import embeddings_of
+from engine.mlx_backend.input_batch import BlockKey
 from engine.mlx_backend.loaded_model import LoadedModel
 from engine.mlx_backend.packed_model import PackedModel
 from engine.mlx_backend.row_guides import RowGuides
@@ -37,7 +39,7 @@ class _PendingStep:
     """A step whose values are on their way. Holds no pool array: that would make the next step copy the pool."""
 
     def __init__(
-        self, batch: StepBatch, samples: Samples | None, done: mx.array, clock: StepClock, tainted_blocks: set[int]
+        self, batch: StepBatch, samples: Samples | None, done: mx.array, clock: StepClock, tainted_blocks: set[BlockKey]
     ) -> None:
         self._step_index = batch.step_index
         self._drafting = tuple(row for row in batch.rows if row.draft_token_ids)
@@ -54,7 +56,7 @@ class _PendingStep:
         tokens, failures, further = verify(self._drafting, *read)
         if self._samples is not None and failures:
             self._tainted_blocks.update(
-                block for row in self._samples.rows if row.request_id in failures for block in row.block_ids
+                key for row in self._samples.rows if row.request_id in failures for key in _blocks_of(row)
             )
         return StepOutput(self._step_index, tokens, self._clock.elapsed_s(self._launched_s), failures, further)
 
@@ -62,7 +64,8 @@ class _PendingStep:
 class MlxModelRunner:
     """Steps of one loaded model over its own pools. Used from one thread: the one that built it.
 
-    ``num_state_snapshots``: entries for saved recurrent state beside the slots' own.
+    ``num_state_snapshots``: entries for saved recurrent state beside the slots' own. ``num_window_blocks``: blocks of
+    sliding-window layers, where those have a pool of their own.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class MlxModelRunner:
         kv_dtype: KvDtype = "auto",
         kv_bits: int | None = None,
         num_state_snapshots: int = 0,
+        num_window_blocks: int | None = None,
     ) -> None:
         dtype = resolve_kv_dtype(loaded, kv_dtype)
         self._thread_id = threading.get_ident()
@@ -92,8 +96,9 @@ class MlxModelRunner:
             dtype=dtype,
             num_state_entries=slots + num_state_snapshots,
             kv_bits=kv_bits,
+            num_window_blocks=num_window_blocks,
         )
-        self._tainted_blocks: set[int] = set()
+        self._tainted_blocks: set[BlockKey] = set()
         self._guides = RowGuides(loaded.grammars)
         self._sampler = Sampler(
             slots, loaded.facts.vocab_size, host_may_wait=loaded.backend == "cpu", guides=self._guides
@@ -169,6 +174,11 @@ class MlxModelRunner:
         assert threading.get_ident() == self._thread_id, "MLX work belongs to the thread that built the runner"
         assert self._model is not None, "the runner is closed"
         return self._model
+
+
+def _blocks_of(row: BatchRow) -> list[BlockKey]:
+    of_window = [BlockKey(True, block_id) for block_id in row.window_block_ids if block_id != HOLE]
+    return [BlockKey(False, block_id) for block_id in row.block_ids] + of_window
 
 
 def resolve_kv_dtype(loaded: LoadedModel, kv_dtype: KvDtype) -> mx.Dtype:

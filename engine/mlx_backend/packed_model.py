@@ -5,7 +5,7 @@ Owns: pools and caches of one model, the language-model head on sampling rows on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,10 +14,10 @@ import numpy as np
 
 from engine.batch import BatchRow, BlockCopy, StepBatch
 from engine.mlx_backend import attention, cpu_activations
-from engine.mlx_backend.input_batch import InputBuilder, StepInputs
+from engine.mlx_backend.input_batch import BlockKey, InputBuilder, StepInputs
 from engine.mlx_backend.mlx_lm_parts import Model
 from engine.mlx_backend.paged_cache import LayerPool, LayerShape, PagedLayerCache, StepHolder
-from engine.mlx_backend.pools import make_pools
+from engine.mlx_backend.pools import clear_blocks, make_pools
 
 _DECODER_NAMES = ("model", "transformer", "backbone")
 
@@ -67,21 +67,23 @@ class PackedModel:
         dtype: mx.Dtype,
         max_model_len: int,
         kv_bits: int | None = None,
+        num_window_blocks: int | None = None,
     ) -> None:
         attention.take_over(model)
         cpu_activations.take_over(model)
         self._model = model
         self._selector = select_rows_in(model)
         self._holder = StepHolder()
-        self.pools: list[LayerPool] = make_pools(shapes, num_blocks, block_size, dtype, kv_bits)
+        self.pools: list[LayerPool] = make_pools(shapes, num_blocks, block_size, dtype, kv_bits, num_window_blocks)
         self.caches = [PagedLayerCache(pool, self._holder, max_model_len) for pool in self.pools]
-        self.inputs = InputBuilder((shape.kind for shape in shapes), num_blocks, block_size)
+        self._has_window_pools = num_window_blocks is not None
+        self.inputs = InputBuilder((shape.kind for shape in shapes), num_blocks, block_size, num_window_blocks)
 
     def build(self, batch: StepBatch, last_tokens: mx.array | None = None) -> StepInputs:
         """The step's inputs; ``last_tokens`` int32 ``[slots]`` for rows whose token is in flight."""
         return self.inputs.build(batch, last_tokens)
 
-    def blocks_begun(self, row: BatchRow) -> list[int]:
+    def blocks_begun(self, row: BatchRow) -> list[BlockKey]:
         """Blocks whose first position ``row`` writes in this step."""
         return self.inputs.blocks_begun(row)
 
@@ -109,10 +111,9 @@ class PackedModel:
         for pool in self.pools:
             pool.copy_blocks(sources, targets)
 
-    def clear_blocks(self, blocks: Sequence[int]) -> None:
-        """Set whole blocks of every layer to zero."""
-        for pool in self.pools:
-            pool.clear_blocks(blocks)
+    def clear_blocks(self, blocks: Collection[BlockKey]) -> None:
+        """Set whole blocks to zero, in every layer that has them."""
+        clear_blocks(self.pools, blocks, self._has_window_pools)
 
     def num_attends(self) -> list[int]:
         """How often each layer attended through its cache."""

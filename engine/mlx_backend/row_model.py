@@ -7,7 +7,7 @@ state entry is whose.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -17,11 +17,11 @@ import numpy as np
 from engine.batch import BatchRow, BlockCopy, StateSave, StepBatch
 from engine.mlx_backend import attention, cpu_activations
 from engine.mlx_backend.cache_layout import CacheLayout
-from engine.mlx_backend.input_batch import Grouping, InputBuilder, StepInputs
+from engine.mlx_backend.input_batch import BlockKey, Grouping, InputBuilder, StepInputs
 from engine.mlx_backend.mlx_lm_parts import Model
 from engine.mlx_backend.packed_model import select_rows_in
 from engine.mlx_backend.paged_cache import LayerPool, StepHolder
-from engine.mlx_backend.pools import make_pools
+from engine.mlx_backend.pools import clear_blocks, make_pools
 from engine.mlx_backend.sequence_caches import GatheredLayerCache, PassInputs, SequenceLayerCache
 from engine.mlx_backend.state_pool import StateCache, StateHolder, StatePool, StateRows
 
@@ -63,6 +63,7 @@ class RowModel:
         dtype: mx.Dtype,
         max_model_len: int,
         kv_bits: int | None = None,
+        num_window_blocks: int | None = None,
         num_state_entries: int,
         batches_decodes: bool = True,
         gathers: bool = False,
@@ -75,7 +76,9 @@ class RowModel:
         self._selector = select_rows_in(model)
         self._holder, self._state_holder = StepHolder(), StateHolder()
         self._batches_decodes, self._gathers = batches_decodes, gathers
-        self.pools: list[LayerPool] = make_pools(layout.attention, num_blocks, block_size, dtype, kv_bits)
+        self.pools: list[LayerPool] = make_pools(
+            layout.attention, num_blocks, block_size, dtype, kv_bits, num_window_blocks
+        )
         self.states = StatePool(layout.states, num_state_entries)
         self.attention_caches: list[SequenceLayerCache | GatheredLayerCache] = [
             GatheredLayerCache(pool, self._holder, masks_by_group=masks_by_group)
@@ -85,7 +88,10 @@ class RowModel:
         ]
         state_caches = [StateCache(states, self._state_holder) for states in self.states.layers]
         self._caches = layout.build(self.attention_caches, state_caches)
-        self.inputs = InputBuilder((shape.kind for shape in layout.attention), num_blocks, block_size)
+        self._has_window_pools = num_window_blocks is not None
+        self.inputs = InputBuilder(
+            (shape.kind for shape in layout.attention), num_blocks, block_size, num_window_blocks
+        )
 
     def build(self, batch: StepBatch, last_tokens: mx.array | None = None) -> RowsStep:
         """The step's passes; ``last_tokens`` int32 ``[slots]`` for rows whose token is in flight."""
@@ -103,7 +109,7 @@ class RowModel:
             sampling_rows=tuple(row for each in passes for row in each.inputs.sampling_rows),
         )
 
-    def blocks_begun(self, row: BatchRow) -> list[int]:
+    def blocks_begun(self, row: BatchRow) -> list[BlockKey]:
         """Blocks whose first position ``row`` writes in this step."""
         return self.inputs.blocks_begun(row)
 
@@ -128,10 +134,9 @@ class RowModel:
         for pool in self.pools:
             pool.copy_blocks(sources, targets)
 
-    def clear_blocks(self, blocks: Sequence[int]) -> None:
-        """Set whole blocks of every layer to zero."""
-        for pool in self.pools:
-            pool.clear_blocks(blocks)
+    def clear_blocks(self, blocks: Collection[BlockKey]) -> None:
+        """Set whole blocks to zero, in every layer that has them."""
+        clear_blocks(self.pools, blocks, self._has_window_pools)
 
     def num_attends(self) -> list[int]:
         """How often each layer attended through its cache; empty where the model attends by itself."""
@@ -194,7 +199,7 @@ class RowModel:
             with cpu_activations.in_step() if on_cpu else nullcontext():
                 logits: mx.array = self._model(inputs.tokens, cache=self._caches)
         finally:
-            self._holder.inputs = self._state_holder.rows = self._selector.rows = None
+            self._holder.inputs = self._state_holder.rows = self._selector.rows = self._selector.selected = None
         return self._selector.chosen(logits, inputs.head_rows)
 
 

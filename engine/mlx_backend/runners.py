@@ -46,6 +46,7 @@ def make_runner(
     max_chunk_tokens: int,
     kv_dtype: KvDtype = "auto",
     num_state_snapshots: int = 0,
+    num_window_blocks: int | None = None,
     kv_bits: int | None = None,
 ) -> ModelRunner:
     """The fastest runner that computes ``loaded`` rightly here. A kernel that is turned off is named in the log and in
@@ -60,6 +61,7 @@ def make_runner(
             max_chunk_tokens=max_chunk_tokens,
             kv_dtype=kv_dtype,
             num_state_snapshots=num_state_snapshots,
+            num_window_blocks=num_window_blocks,
             kv_bits=kv_bits,
         )
 

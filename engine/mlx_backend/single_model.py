@@ -6,7 +6,7 @@ goes on without a gap: there is nothing to share a prefix from, and a preempted 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from engine.batch import BatchRow, BlockCopy, StepBatch
-from engine.mlx_backend.input_batch import tokens_of_rows
+from engine.mlx_backend.input_batch import BlockKey, tokens_of_rows
 from engine.mlx_backend.mlx_lm_parts import Model, make_prompt_cache
 
 
@@ -64,7 +64,7 @@ class SingleModel:
         """One number that is computed when a step without logits is done."""
         return self.state()[-1].reshape(-1)[:1] + 0
 
-    def blocks_begun(self, row: BatchRow) -> list[int]:
+    def blocks_begun(self, row: BatchRow) -> list[BlockKey]:
         """No block is ever written."""
         return []
 
@@ -72,7 +72,7 @@ class SingleModel:
         """Never asked: nothing is shared."""
         raise AssertionError("a sequence of its own shares no blocks")
 
-    def clear_blocks(self, blocks: Sequence[int]) -> None:
+    def clear_blocks(self, blocks: Collection[BlockKey]) -> None:
         """No block holds anything."""
 
     def close(self) -> None:

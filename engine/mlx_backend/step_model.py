@@ -6,7 +6,7 @@ out), scheduling, sampling.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from enum import Enum
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ import mlx.core as mx
 
 from engine.batch import BatchRow, BlockCopy, StepBatch
 from engine.mlx_backend.cache_layout import CacheLayout
+from engine.mlx_backend.input_batch import BlockKey
 from engine.mlx_backend.mlx_lm_parts import Model
 from engine.mlx_backend.packed_model import PackedModel
 from engine.mlx_backend.row_model import RowModel
@@ -62,11 +63,11 @@ class StepModel(Protocol):
         """Copy whole blocks of every layer."""
         ...
 
-    def clear_blocks(self, blocks: Sequence[int]) -> None:
-        """Set whole blocks of every layer to zero."""
+    def clear_blocks(self, blocks: Collection[BlockKey]) -> None:
+        """Set whole blocks to zero, in every layer that has them."""
         ...
 
-    def blocks_begun(self, row: BatchRow) -> list[int]:
+    def blocks_begun(self, row: BatchRow) -> list[BlockKey]:
         """Blocks whose first position ``row`` writes in this step."""
         ...
 
@@ -103,10 +104,12 @@ def make_step_model(
     max_model_len: int,
     num_state_entries: int,
     kv_bits: int | None = None,
+    num_window_blocks: int | None = None,
 ) -> PackedModel | RowModel | SingleModel:
     """``model`` in ``form`` with pools of ``num_blocks`` blocks and ``num_state_entries`` recurrent states.
 
-    ``kv_bits``: keys and values are held with so many bits, and read in ``dtype``.
+    ``kv_bits``: keys and values are held with so many bits, and read in ``dtype``. ``num_window_blocks``: blocks of
+    sliding-window layers, where those have a pool of their own.
     """
     if form is StepForm.SINGLE or layout is None:
         return SingleModel(model)
@@ -116,6 +119,7 @@ def make_step_model(
         "dtype": dtype,
         "max_model_len": max_model_len,
         "kv_bits": kv_bits,
+        "num_window_blocks": num_window_blocks,
     }
     if form is StepForm.PACKED:
         return PackedModel(model, layout.attention, **sizes)

@@ -213,7 +213,7 @@ class Scheduler:
 
     def stats(self, now_s: float) -> SchedulerStats:
         """The moment's numbers and the totals since the start."""
-        pool = self._residency.kv.pool
+        pool, windows = self._residency.kv.pool, self._residency.windows
         return SchedulerStats(
             slots=self._config.slots,
             num_running=self._residency.num_running,
@@ -223,6 +223,8 @@ class Scheduler:
             num_blocks_total=pool.num_blocks,
             num_blocks_free=pool.num_free,
             num_blocks_cached=pool.num_cached,
+            num_window_blocks_free=windows.pool.num_free if windows is not None else 0,
+            num_window_blocks_cached=windows.pool.num_cached if windows is not None else 0,
             num_unread_tokens=num_unread_tokens(self._residency, self._waiting),
             predicted_wait_s=self._predicted_wait_s(),
             prefill_tokens_per_s=prefill_tokens_per_s(self._config, self._cost),

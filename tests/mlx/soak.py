@@ -19,6 +19,7 @@ import mlx.core as mx
 import numpy as np
 
 from engine.core.engine_core import EngineCore
+from engine.memory.window_blocks import WindowConfig, most_ahead_tokens, num_blocks_needed
 from engine.mlx_backend.loaded_model import LoadedModel
 from engine.mlx_backend.mlx_lm_parts import Model, make_prompt_cache
 from engine.mlx_backend.model_runner import MlxModelRunner
@@ -34,6 +35,8 @@ BLOCK_SIZE = 8
 NUM_BLOCKS = 56
 NUM_SNAPSHOTS = 12
 MAX_MODEL_LEN = 128
+MAX_CHUNK_TOKENS = 24
+MAX_STEPS_IN_FLIGHT = 2
 # A token is right when mlx-lm's logits put it this close to the best one: fp32 paths differ by less.
 TOLERANCE = 1e-3
 
@@ -51,19 +54,21 @@ class Report:
 
 
 class Soak:
-    """One model under random traffic."""
+    """One model under random traffic. ``frees_windows``: sliding-window layers have a pool of their own."""
 
-    def __init__(self, loaded: LoadedModel, seed: int = 0) -> None:
+    def __init__(self, loaded: LoadedModel, seed: int = 0, *, frees_windows: bool = True) -> None:
         self._loaded, self._draw = loaded, random.Random(seed)
         keeps_state = loaded.state_bytes_per_slot > 0
         num_snapshots = NUM_SNAPSHOTS if keeps_state else 0
+        window = _window_of(loaded) if frees_windows else None
         runner = MlxModelRunner(
             loaded,
             num_blocks=NUM_BLOCKS,
             block_size=BLOCK_SIZE,
             slots=SLOTS,
-            max_chunk_tokens=24,
+            max_chunk_tokens=MAX_CHUNK_TOKENS,
             num_state_snapshots=num_snapshots,
+            num_window_blocks=None if window is None else window.num_blocks,
         )
         config = SchedulerConfig(
             SLOTS,
@@ -71,9 +76,10 @@ class Soak:
             BLOCK_SIZE,
             MAX_MODEL_LEN,
             admission_watermark_tokens=0,
-            max_chunk_tokens=24,
-            max_steps_in_flight=2,
+            max_chunk_tokens=MAX_CHUNK_TOKENS,
+            max_steps_in_flight=MAX_STEPS_IN_FLIGHT,
             num_state_snapshots=num_snapshots if keeps_state else None,
+            window=window,
         )
         ticks = count()
         self.scheduler = Scheduler(config)
@@ -136,6 +142,15 @@ class Soak:
             if output.finish_reason is not None:
                 self._done.append(output.request_id)
         self.scheduler.check_invariants()
+
+
+def _window_of(loaded: LoadedModel) -> WindowConfig | None:
+    """A pool that is just large enough, and a few blocks for prefixes."""
+    windows = [layer.window for layer in loaded.layers if layer.window is not None]
+    if not windows:
+        return None
+    ahead = most_ahead_tokens(MAX_CHUNK_TOKENS, SLOTS, MAX_STEPS_IN_FLIGHT)
+    return WindowConfig(max(windows), num_blocks_needed(max(windows), BLOCK_SIZE, SLOTS, ahead) + 6)
 
 
 def distance_from_best(model: Model, prompt: Sequence[int], answer: Sequence[int]) -> float:

@@ -24,6 +24,7 @@ TERMS = (
     "mlx_cache_limit",
     "state",
     "sampler",
+    "kv_window",
     "kv_pool",
     "headroom",
     "foreign",
@@ -114,6 +115,7 @@ def test_pool_use_in_bytes() -> None:
     plan = plan_memory(demo())
     assert plan.pool_use(plan.num_blocks - 10, 4) == {
         "kv_held_bytes": 6 * 16 * 45 * KIB,
+        "kv_window_held_bytes": 0,
         "cached_prefix_bytes": 4 * 16 * 45 * KIB,
     }
 
