@@ -136,13 +136,15 @@ class ReplicaConfig(_Section):
 
     ``engine_runs`` "thread" is for tests. ``router``: how the replica of a request is chosen, "cost" by waiting and
     reading (docs/routing.md); ``report_period_s``: how often replicas tell routers what they have to do.
-    ``flush_interval_ms``: tokens that come within it travel in one message; each
-    message costs about a millisecond of CPU over the two hops. ``shutdown_grace_s``: how long running answers may take
+    ``flush_interval_ms``: tokens that come within it travel in one message, since a message costs about a millisecond
+    of CPU over the two hops; it grows when a replica's streams together would send more than ``max_messages_per_s``.
+    ``shutdown_grace_s``: how long running answers may take
     when a replica is to stop; killing a process that holds wired Metal memory can strand that memory until reboot.
     """
 
     engine_runs: Literal["process", "thread"] = "process"
     flush_interval_ms: float = Field(default=30.0, ge=0)
+    max_messages_per_s: float = Field(default=200.0, gt=0)
     router: Literal["cost", "power-of-two", "round-robin"] = "cost"
     report_period_s: float = Field(default=0.5, gt=0)
     max_queued_requests: int = Field(default=256, ge=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from dataclasses import replace
@@ -116,6 +117,7 @@ class EngineFleet(UnobservedFleet):
         flush_interval_s: float = 0.0,
         template: str = TEMPLATE,
         tracing: Tracing | None = None,
+        max_messages_per_s: float = math.inf,
     ) -> None:
         tokenizer = chat_tokenizer(template)
         self.engine = AsyncEngine.in_thread(lambda: core or make_core(), tokenizer)
@@ -125,6 +127,7 @@ class EngineFleet(UnobservedFleet):
             tokenizer,
             flush_interval_s=flush_interval_s,
             max_waiting_requests=64,
+            max_messages_per_s=max_messages_per_s,
             recorder=self.observer.recorder(self.engine.holds),
         )
 

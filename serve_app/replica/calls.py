@@ -5,8 +5,9 @@ Owns: one call from its arrival to its last message. Must not know: Ray, HTTP, h
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+import math
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 
 from engine.core.async_engine import AsyncEngine
 from engine.core.generation import GenerationDelta
@@ -34,6 +35,7 @@ class CallRunner:
         *,
         flush_interval_s: float,
         max_waiting_requests: int,
+        max_messages_per_s: float = math.inf,
         recorder: Recorder | None = None,
     ) -> None:
         self._recorder = recorder or Recorder(ReplicaName(), engine.holds)
@@ -41,6 +43,8 @@ class CallRunner:
         self._engine = engine
         self._tokenizer = tokenizer
         self._flush_interval_s = flush_interval_s
+        self._max_messages_per_s = max_messages_per_s
+        self._num_streaming = 0
         self._max_waiting_requests = max_waiting_requests
         self._batcher: AdmissionBatcher[ReceivedCall, PreparedCall] = AdmissionBatcher(
             self._prepare_wave,
@@ -70,10 +74,11 @@ class CallRunner:
                         yield message
                 return
             folder, streams = await self._open(opened)
-            async with aclosing(batches(streams, self._flush_interval_s)) as arriving:
-                async for arrived in arriving:
-                    opened.note(arrived)
-                    yield folder.fold(arrived)
+            with self._streaming():
+                async with aclosing(batches(streams, self._interval_s)) as arriving:
+                    async for arrived in arriving:
+                        opened.note(arrived)
+                        yield folder.fold(arrived)
         except BaseException as reason:
             error = reason
             raise
@@ -84,6 +89,18 @@ class CallRunner:
     def close(self) -> None:
         """Let go of the threads."""
         self._batcher.close()
+
+    @contextmanager
+    def _streaming(self) -> Iterator[None]:
+        self._num_streaming += 1
+        try:
+            yield
+        finally:
+            self._num_streaming -= 1
+
+    def _interval_s(self) -> float:
+        """How long tokens are gathered: as configured, and longer when the calls together would send too many."""
+        return max(self._flush_interval_s, self._num_streaming / self._max_messages_per_s)
 
     async def _open(self, opened: OpenCall) -> tuple[CallFolder, list[AsyncGenerator[GenerationDelta, None]]]:
         call = opened.call

@@ -66,6 +66,7 @@ class MetalReplica:
             self._engine,
             tokenizer,
             flush_interval_s=config.flush_interval_ms / 1000,
+            max_messages_per_s=config.max_messages_per_s,
             max_waiting_requests=model.engine.max_waiting_requests,
             recorder=self._observer.recorder(self._engine.holds),
         )

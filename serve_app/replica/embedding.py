@@ -48,7 +48,7 @@ async def embed(
     waiting = iter(enumerate(requests))
     workers = [_work(engine, waiting) for _ in range(min(num_at_once, len(requests)))]
     num_left, num_cached_tokens = len(requests), 0
-    async with aclosing(batches(workers, flush_interval_s)) as arriving:
+    async with aclosing(batches(workers, lambda: flush_interval_s)) as arriving:
         async for arrived in arriving:
             done = [(index, delta) for _, (index, delta) in arrived]
             note(done)

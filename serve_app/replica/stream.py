@@ -10,7 +10,7 @@ costs about as much CPU over two hops as decoding several tokens of text.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from types import TracebackType
 from typing import Generic, TypeVar
@@ -88,7 +88,7 @@ class Pump(Generic[T]):
 
 
 async def batches(
-    sources: Sequence[AsyncGenerator[T, None]], flush_interval_s: float
+    sources: Sequence[AsyncGenerator[T, None]], flush_interval_s: Callable[[], float]
 ) -> AsyncGenerator[list[tuple[int, T]], None]:
     """Yield what the sources bring: the first item at once, then what came within each interval, the rest at the end.
 
@@ -99,5 +99,5 @@ async def batches(
         while arrived := pump.take():
             yield arrived
             if not pump.ended:
-                await pump.wait_for_end(flush_interval_s)
+                await pump.wait_for_end(flush_interval_s())
             await pump.wait_for_news()

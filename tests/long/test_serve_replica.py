@@ -59,7 +59,7 @@ async def answer(fleet: EngineFleet, asked: GenerateCall) -> list[Deltas]:
 
 async def test_the_first_item_goes_out_at_once_and_the_rest_at_the_end_at_the_latest() -> None:
     source = Source()
-    async with aclosing(batches([source.run()], LONG_S)) as arriving:
+    async with aclosing(batches([source.run()], lambda: LONG_S)) as arriving:
         source.give("first")
         assert await anext(arriving) == [(0, "first")]
         source.give("second", "third", None)
@@ -69,7 +69,7 @@ async def test_the_first_item_goes_out_at_once_and_the_rest_at_the_end_at_the_la
 
 async def test_items_travel_together_per_interval_and_none_waits_without_need() -> None:
     source = Source()
-    async with aclosing(batches([source.run()], 0.01)) as arriving:
+    async with aclosing(batches([source.run()], lambda: 0.01)) as arriving:
         source.give(1)
         assert await anext(arriving) == [(0, 1)]
         source.give(2, 3)
@@ -78,18 +78,44 @@ async def test_items_travel_together_per_interval_and_none_waits_without_need() 
         assert await anext(arriving) == [(0, 4)]
 
 
+async def test_the_interval_is_asked_for_anew_each_time() -> None:
+    source, intervals_s = Source(), iter((0.0, LONG_S))
+    async with aclosing(batches([source.run()], lambda: next(intervals_s))) as arriving:
+        for number in (1, 2):
+            source.give(number)
+            assert await anext(arriving) == [(0, number)]
+        source.give(3)
+        waiting = asyncio.ensure_future(anext(arriving))
+        assert not (await asyncio.wait((waiting,), timeout=0.05))[0]
+        waiting.cancel()
+        await asyncio.wait((waiting,))
+
+
+async def test_many_streams_together_send_no_more_messages_than_are_allowed() -> None:
+    fleet = EngineFleet(make_core(ChainRunner(step_s=0.002)), max_messages_per_s=4.0)
+
+    async def num_messages(name: str) -> int:
+        asked = GenerateCall(name, "chain", prompts=(name,), max_tokens=50)
+        return len([message async for message in fleet.runner.generate(asked)])
+
+    async with fleet:
+        counts = await asyncio.gather(*(num_messages(name) for name in "abcd"))
+    # A second between two messages of a stream; fifty tokens take a tenth of one.
+    assert max(counts) <= 5
+
+
 async def test_several_sources_are_told_apart() -> None:
     sources = [Source(), Source()]
     sources[0].give("a", None)
     sources[1].give("b", "c", None)
-    found = [item async for batch in batches([s.run() for s in sources], 0.0) for item in batch]
+    found = [item async for batch in batches([s.run() for s in sources], lambda: 0.0) for item in batch]
     assert sorted(found) == [(0, "a"), (1, "b"), (1, "c")]
 
 
 async def test_an_error_comes_after_what_came_before_it_and_closes_the_others() -> None:
     broken, other = Source(), Source()
     broken.give("last words", RuntimeError("broken"))
-    arriving = batches([broken.run(), other.run()], 0.0)
+    arriving = batches([broken.run(), other.run()], lambda: 0.0)
     assert await anext(arriving) == [(0, "last words")]
     with pytest.raises(RuntimeError, match="broken"):
         await anext(arriving)
@@ -99,7 +125,7 @@ async def test_an_error_comes_after_what_came_before_it_and_closes_the_others() 
 @pytest.mark.parametrize("started", [True, False])
 async def test_leaving_closes_every_source(started: bool) -> None:
     sources = [Source(), Source()]
-    arriving = batches([source.run() for source in sources], LONG_S)
+    arriving = batches([source.run() for source in sources], lambda: LONG_S)
     if started:
         sources[0].give("x")
         await anext(arriving)

@@ -1,6 +1,6 @@
 """What a token costs on its way, and how long it takes: engine, replica, ingress, proxy, client.
 
-    python -m tests.perf.token_path [--flush-ms 30] [--flush-ms 60] [--seconds 8]
+    python -m tests.perf.token_path [--messages-per-s 200] [--messages-per-s 100000] [--seconds 8]
 
 Sixteen streams of 50 tokens a second each over HTTP, through one real Ray node, from an engine without a model that
 steps by the clock. CPU time of each process on the way is divided by the tokens that went through; the engine's own
@@ -107,22 +107,22 @@ def lags_of(arrivals: Arrivals, stamps: Path, began_s: float, ended_s: float) ->
     return sorted(every), sorted(newest)
 
 
-def measure(fleet: Fleet, flush_ms: float, duration_s: float) -> None:
+def measure(fleet: Fleet, most_per_s: float, duration_s: float) -> None:
     """Deploy, measure and print one row."""
-    stamps = fleet.folder / f"stamps-{flush_ms:g}"
+    stamps = fleet.folder / f"stamps-{most_per_s:g}"
     model = {"name": "chain", "engine": {"model": str(stamps), "slots": NUM_STREAMS}}
-    fleet.deploy(REPLICA, models=[model], replica={"shutdown_grace_s": 0.0, "flush_interval_ms": flush_ms})
+    fleet.deploy(REPLICA, models=[model], replica={"shutdown_grace_s": 0.0, "max_messages_per_s": most_per_s})
     before = cpu_s(fleet)
     time.sleep(IDLE_S)
     idle = {part: (used - before[part]) / IDLE_S for part, used in cpu_s(fleet).items()}
     arrivals, used, began_s, ended_s = asyncio.run(run(fleet, duration_s))
     every, newest = lags_of(arrivals, stamps, began_s, ended_s)
     per_token = {part: 1e3 * used[part] / len(every) for part in ("proxy", "ingress", "replica")}
-    _print_row(flush_ms, len(every), len(newest), per_token, idle, every, newest, ended_s - began_s)
+    _print_row(most_per_s, len(every), len(newest), per_token, idle, every, newest, ended_s - began_s)
 
 
 def _print_row(
-    flush_ms: float,
+    most_per_s: float,
     num_tokens: int,
     num_messages: int,
     per_token_ms: Mapping[str, float],
@@ -133,7 +133,7 @@ def _print_row(
 ) -> None:
     lags = [f"{1e3 * percentile(values, q):.1f}" for values in (newest, every) for q in (50, 99)]
     cells = [
-        f"{flush_ms:g}",
+        f"{most_per_s:g}",
         f"{num_tokens / duration_s:.0f}",
         f"{num_tokens / num_messages:.2f}",
         *(f"{per_token_ms[part]:.3f}" for part in ("proxy", "ingress", "replica")),
@@ -148,15 +148,19 @@ def _print_row(
 def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--flush-ms", type=float, action="append", help="flush interval (may be repeated; default 30)")
+    parser.add_argument(
+        "--messages-per-s", type=float, action="append", help="replica.max_messages_per_s (may be repeated)"
+    )
     parser.add_argument("--seconds", type=float, default=8.0)
     arguments = parser.parse_args()
-    print("| flush ms | tokens/s | tokens per message | proxy | ingress | replica | CPU ms per token |", end="")
+    print(
+        "| messages/s at most | tokens/s | tokens per message | proxy | ingress | replica | CPU ms per token |", end=""
+    )
     print(" lag of a message p50 / p99 ms | lag of a token p50 / p99 ms | all of it idle |")
     print("|---|---|---|---|---|---|---|---|---|---|")
     with Fleet(1) as fleet:
-        for flush_ms in arguments.flush_ms or [30.0]:
-            measure(fleet, flush_ms, arguments.seconds)
+        for most_per_s in arguments.messages_per_s or [1e6, 200.0]:
+            measure(fleet, most_per_s, arguments.seconds)
 
 
 if __name__ == "__main__":
