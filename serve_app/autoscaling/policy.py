@@ -113,7 +113,11 @@ def _need(rules: ScalingRules, load: FleetLoad) -> int:
 
 
 def _work(rules: ScalingRules, load: FleetLoad) -> str:
-    work = f"{load.num_running:g} running + {load.num_waiting:g} waiting + {load.num_in_routers:g} in routers"
+    # Means over a moment, so seldom whole.
+    running, waiting, in_routers = (
+        f"{round(number, 1):g}" for number in (load.num_running, load.num_waiting, load.num_in_routers)
+    )
+    work = f"{running} running + {waiting} waiting + {in_routers} in routers"
     spare = f", {rules.num_spare} spare" if rules.num_spare else ""
     draining = f", {load.num_draining} draining" if load.num_draining else ""
     return f"{work} on {load.slots:g} slots each at {rules.target_load:.0%}{spare}{draining}"

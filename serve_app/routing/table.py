@@ -67,6 +67,7 @@ class ReplicaTable:
         self._rows: dict[str, int] = {}
         self._free: list[int] = []
         self._names: list[str] = []
+        self._usual_slots: float | None = None
         self._usual_speed: float | None = None
         self._usual_answer_s: float | None = None
         self.columns = Columns.of_length(_FIRST_CAPACITY)
@@ -94,7 +95,7 @@ class ReplicaTable:
         return self._rows[replica]
 
     def add(self, replica: str, node_id: str, now_s: float) -> int:
-        """Give ``replica`` a row. Until it reports it has one slot, nothing to do, and speeds usual in this fleet."""
+        """Give ``replica`` a row. Until it reports it has nothing to do, and slots and speeds as usual in this fleet."""
         row = self._free.pop() if self._free else len(self._names)
         if row == len(self._names):
             self._names.append(replica)
@@ -109,7 +110,7 @@ class ReplicaTable:
         self.columns.sequence[row] = -1
         self.columns.suspect_until_s[row] = -np.inf
         self.correct(replica, Difference())
-        self.report(replica, ReplicaReport(sequence=0, slots=1), now_s)
+        self.report(replica, ReplicaReport(sequence=0, slots=round(self._usual_slots or 1)), now_s)
         return row
 
     def remove(self, replica: str) -> int:
@@ -131,6 +132,7 @@ class ReplicaTable:
         columns.num_unread_tokens[row] = report.num_unread_tokens
         columns.usable[row] = report.ready and report.slots > 0
         columns.draining[row] = report.draining
+        self._usual_slots = _smoothed(self._usual_slots, report.slots or None if report.sequence else None)
         self._usual_speed = _smoothed(self._usual_speed, report.prefill_tokens_per_s)
         self._usual_answer_s = _smoothed(self._usual_answer_s, report.answer_s)
         speed = report.prefill_tokens_per_s or self._usual_speed or DEFAULT_PREFILL_TOKENS_PER_S

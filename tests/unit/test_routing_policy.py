@@ -155,6 +155,12 @@ def test_an_unreachable_replica_is_left_alone_for_a_while_and_taken_when_nothing
     assert choose(policy, request_id="c", now_s=20.0).reason is Reason.LAST_RESORT
 
 
+def test_a_replica_that_has_not_reported_yet_counts_as_the_others() -> None:
+    policy = fleet(IDLE, None)
+    chosen = [choose(policy, cold(number), str(number)).chosen.replica for number in range(8)]
+    assert chosen.count("r1") == 4, "as many slots as the one that is known"
+
+
 def test_the_same_report_again_is_silence() -> None:
     policy = fleet(IDLE, IDLE)
     policy.report("r0", "node0", IDLE, 30.0)
