@@ -95,7 +95,7 @@ class ReplicaTable:
         return self._rows[replica]
 
     def add(self, replica: str, node_id: str, now_s: float) -> int:
-        """Give ``replica`` a row. Until it reports it has nothing to do, and slots and speeds as usual in this fleet."""
+        """Give ``replica`` a row. Until it reports it is idle, with slots and speeds that are usual in this fleet."""
         row = self._free.pop() if self._free else len(self._names)
         if row == len(self._names):
             self._names.append(replica)
