@@ -56,6 +56,8 @@ def build_core(config: EngineConfig, on_progress: OnProgress) -> EngineCore:
     loaded = load_model(source, backend=config.backend, max_model_len=config.max_model_len, parity=config.parity)
     loaded = _with_embeddings(_with_grammars(loaded, source), config, source)
     config = _for_form(config, loaded)
+    for sentence in loaded.facts.disclosures:
+        logger.info("%s", sentence)
     on_progress(Progress("measuring memory"))
     inputs = _plan_inputs(config, loaded)
     plan = plan_memory(inputs)

@@ -9,6 +9,7 @@ import random
 
 import pytest
 
+from engine.memory.window_blocks import WindowConfig, most_ahead_tokens, num_blocks_needed
 from tests.builders import make_config, make_request
 from tests.fakes import make_harness, repeating_token
 from tests.long.test_scheduler_machine import Walk, random_request
@@ -17,8 +18,12 @@ MAX_MODEL_LEN = 40
 
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
-@pytest.mark.parametrize(("num_blocks", "slots"), [(11, 4), (24, 4), (60, 8)])
-def test_guesses_change_no_answer(steps_in_flight: int, num_blocks: int, slots: int) -> None:
+@pytest.mark.parametrize(("num_blocks", "slots", "window_tokens"), [(11, 4, None), (60, 8, None), (24, 4, 9)])
+def test_guesses_change_no_answer(steps_in_flight: int, num_blocks: int, slots: int, window_tokens: int | None) -> None:
+    window = None
+    if window_tokens is not None:
+        ahead = most_ahead_tokens(12, slots * 9, steps_in_flight)
+        window = WindowConfig(window_tokens, num_blocks_needed(window_tokens, 4, slots, ahead))
     draw = random.Random(num_blocks * 10 + steps_in_flight)
     config = make_config(
         slots=slots,
@@ -28,6 +33,7 @@ def test_guesses_change_no_answer(steps_in_flight: int, num_blocks: int, slots: 
         max_waiting_requests=30,
         max_steps_in_flight=steps_in_flight,
         max_draft_tokens=8,
+        window=window,
     )
     walk = Walk(make_harness(config, checks=False, choose=repeating_token))
     for _ in range(3000):

@@ -12,13 +12,15 @@ import pytest
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.constants import GGMLQuantizationType as Kind
 from gguf.quants import dequantize, quantize
+from mlx.utils import tree_flatten
 from numpy.typing import NDArray
 
 from engine.errors import UnsupportedModelError
 from engine.mlx_backend.gguf import read_gguf
 from engine.mlx_backend.gguf_blocks import LoadedTensor, load_tensor
-from engine.mlx_backend.loader import load_model
+from engine.mlx_backend.loader import _from_gguf, load_model
 from engine.mlx_backend.mlx_lm_parts import Model
+from engine.mlx_backend.step_model import StepForm
 from engine.model_source import resolve_model
 from engine.text.gguf_metadata import GgufTensor
 from tests.mlx.gguf_files import save_gguf
@@ -64,9 +66,10 @@ def _randomise_vectors(model: Model) -> None:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_file_gives_the_model_it_was_made_of(tmp_path: Path, architecture: str) -> None:
     model, path = build_and_save(architecture, tmp_path / "m.gguf")
-    loaded = load_model(resolve_model(str(path)), backend="cpu", parity="off")
+    loaded = load_model(resolve_model(str(path)), backend="cpu")
     np.testing.assert_allclose(logits_of(loaded.model), logits_of(model), atol=2e-5)
     assert loaded.facts.eos_token_ids == (3,)
+    assert loaded.form is not StepForm.SINGLE
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "phi3"])
@@ -276,6 +279,24 @@ def test_a_packed_file_computes_what_its_dense_form_does(tmp_path: Path) -> None
         unpacked = mx.dequantize(packed.weights[f"{module}.weight"], scales, biases, 32, entry["bits"])
         expected = dense.weights[f"{module}.weight"]
         assert (mx.square(unpacked - expected).mean() / mx.square(expected).mean()).item() < 0.04**2
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "phi3", "qwen2"])
+def test_a_packed_model_computes_nearly_what_its_file_says(tmp_path: Path, architecture: str) -> None:
+    module, needs = ARCHITECTURES[architecture]
+    model, config = build(module, **needs, **WIDE)
+    _randomise_vectors(model)
+    kinds = (Kind.Q8_0, Kind.Q6_K, Kind.BF16)
+    path = save_gguf(model, config, architecture, tmp_path / "m.gguf", kinds=lambda name, _: kinds[len(name) % 3])
+    packed, _, _ = _from_gguf(path, None)
+    dense = load_model(resolve_model(str(path)), backend="cpu", parity="off").model
+    half_dtype = mx.bfloat16 if architecture == "gemma3" else mx.float16
+    assert {array.dtype for _, array in tree_flatten(packed.parameters())} == {mx.uint32, half_dtype}
+    # Activations in bfloat16 would differ far more than weights do.
+    packed.set_dtype(mx.float32)
+    expected = np.array(logits_of(dense))
+    difference = np.abs(np.array(logits_of(packed)) - expected)
+    assert difference.max() < (0.15 if half_dtype == mx.bfloat16 else 0.05) * np.abs(expected).max()
 
 
 def test_the_demo_file_keeps_its_packed_weights_for_a_gpu() -> None:
