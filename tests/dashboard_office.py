@@ -162,6 +162,7 @@ class Office:
     def __init__(self, num_macs: int = 3) -> None:
         self.macs = [OfficeMac(number) for number in range(1, num_macs + 1)]
         self._homes: dict[str, str] = {}
+        self.is_mute = False
 
     def open(self, call: GenerateCall) -> AbstractAsyncContextManager[AsyncIterator[Deltas]]:
         alive = sorted((mac for mac in self.macs if mac.alive), key=lambda mac: mac.load)
@@ -188,6 +189,8 @@ class Office:
         return [mac.status() for mac in self.macs if mac.alive]
 
     async def views(self) -> Sequence[ReplicaView]:
+        if self.is_mute:
+            raise NoReplicaError("Nobody is there to be asked.")
         return [mac.observer.view(mac.status()) for mac in self.macs if mac.alive]
 
     async def families(self) -> Sequence[ReplicaFamilies]:

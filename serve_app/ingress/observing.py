@@ -32,6 +32,7 @@ COUNTED_PATHS = frozenset(
     {
         "/dashboard",
         "/dashboard/events",
+        "/dashboard/state",
         "/dashboard/try",
         "/health",
         "/metrics",
@@ -46,7 +47,7 @@ COUNTED_PATHS = frozenset(
     }
 )
 # Asked every few seconds by machines: a trace of each would bury those of people.
-UNTRACED_PATHS = frozenset({"/dashboard/events", "/health", "/metrics", "/status"})
+UNTRACED_PATHS = frozenset({"/dashboard/events", "/dashboard/state", "/health", "/metrics", "/status"})
 LOGGER = "metalslots.http"
 
 logger = logging.getLogger(LOGGER)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -33,6 +34,7 @@ from opentelemetry.trace import Span, Tracer, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 SERVICE = "metalslots"
+CLOSE_LIMIT_S = 3.0
 OTEL_TRACES_EXPORTER = "OTEL_TRACES_EXPORTER"
 _W3C = TraceContextTextMapPropagator()
 
@@ -51,8 +53,10 @@ class Tracing:
         return self.provider.get_tracer(SERVICE)
 
     def close(self) -> None:
-        """Send what is left, and end."""
-        self.provider.shutdown()
+        """Send what is left, and end. A collector that does not answer is not waited for: a replica is to stop."""
+        thread = threading.Thread(target=self.provider.shutdown, name="tracing-end", daemon=True)
+        thread.start()
+        thread.join(CLOSE_LIMIT_S)
 
 
 def tracing_from_environment(**resource: str) -> Tracing | None:
@@ -66,7 +70,7 @@ def tracing_from_environment(**resource: str) -> Tracing | None:
     attributes = {name.replace("__", "."): value for name, value in resource.items()}
     if OTEL_SERVICE_NAME not in os.environ:
         attributes[SERVICE_NAME] = SERVICE
-    provider = TracerProvider(resource=Resource.create(attributes), shutdown_on_exit=True)
+    provider = TracerProvider(resource=Resource.create(attributes), shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(exporter))
     return Tracing(provider)
 

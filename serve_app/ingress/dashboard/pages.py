@@ -19,7 +19,8 @@ HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
+    # Not "no-referrer": with it browsers call a form's own page "null", and the key in the cookie would not count.
+    "referrer-policy": "same-origin",
 }
 _MESSAGE = "<!-- message -->"
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from typing import Any
 from urllib.parse import parse_qs
 
 from fastapi import FastAPI, Request
@@ -41,6 +42,10 @@ def add_dashboard(app: FastAPI, fleet: Fleet, book: KeyBook, generation: Generat
     observatory = Observatory(fleet)
     _add_files(app)
     _add_sign_in(app, book)
+
+    @app.get(f"{PAGE}/state", include_in_schema=False)
+    async def state() -> dict[str, Any]:
+        return await observatory.look()
 
     @app.get(f"{PAGE}/events", include_in_schema=False)
     async def events(request: Request) -> Response:

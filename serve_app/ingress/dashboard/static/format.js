@@ -42,10 +42,10 @@ export function plural(number, one, many) {
   return `${count(number)} ${number === 1 ? one : many}`;
 }
 
-// How long somebody would wait, in words.
-export function wait(value) {
-  if (value == null) return "an unknown time";
-  return value < 0.05 ? "not at all" : `about ${seconds(value)}`;
+// How long a newcomer would wait, in words.
+export function newcomer(value) {
+  if (value == null) return "a newcomer’s wait is not known";
+  return value < 0.05 ? "a newcomer would not wait" : `a newcomer would wait ${seconds(value)}`;
 }
 
 // What a request waits for, in words.

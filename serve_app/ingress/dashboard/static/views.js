@@ -16,8 +16,7 @@ export function summary({ now, macs, hour }) {
     parts.push(now.macs === 1 ? "The Mac is ready." : `All ${now.macs} Macs are ready.`);
   } else parts.push(`${now.macs_ready} of ${f.plural(now.macs, "Mac is", "Macs are")} ready.`);
   if (now.waiting) {
-    const wait = f.wait(now.predicted_wait_s);
-    parts.push(`${f.plural(now.waiting, "request waits", "requests wait")}; a newcomer would wait ${wait}.`);
+    parts.push(`${f.plural(now.waiting, "request waits", "requests wait")}; ${f.newcomer(now.predicted_wait_s)}.`);
   } else parts.push("Nobody waits.");
   if (hour.failed) parts.push(`${f.plural(hour.failed, "call", "calls")} failed in the last hour.`);
   return parts.join(" ");
@@ -29,7 +28,7 @@ export function figures({ now, hour }) {
     figure("Slots in use", [f.count(now.running), h("small", {}, ` of ${f.count(now.slots)}`)],
       h("span", { class: "meter", "aria-hidden": "true" },
         h("i", { style: { width: `${now.slots ? (100 * now.running) / now.slots : 0}%` } }))),
-    figure("Waiting", f.count(now.waiting), `a newcomer ${f.wait(now.predicted_wait_s)}`, now.waiting > 0 && "busy"),
+    figure("Waiting", f.count(now.waiting), f.newcomer(now.predicted_wait_s), now.waiting > 0 && "busy"),
     figure("First token", f.seconds(hour.ttft_s.p50), `p95 ${f.seconds(hour.ttft_s.p95)} · last hour`),
     figure("Between tokens", f.seconds(hour.gap_s.p50), `p95 ${f.seconds(hour.gap_s.p95)} · last hour`),
     figure("Found in cache", f.percent(hour.cached_tokens, hour.prompt_tokens),
@@ -61,8 +60,7 @@ function mac(it) {
     h("dl", { class: "facts" },
       fact("writing", `${f.rate(it.tokens_per_s)} tok/s`),
       fact("waiting", it.num_waiting ? reasons(it.waiting_on) : "nobody"),
-      fact("newcomer waits", f.seconds(it.predicted_wait_s)),
-      it.memory && fact("free on the Mac", f.bytes(it.memory.available_bytes))),
+      fact("newcomer waits", f.seconds(it.predicted_wait_s))),
     it.memory ? memory(it.memory, it.host) : h("p", { class: "note" }, "Memory: not known."));
 }
 
@@ -105,7 +103,8 @@ function memory(it, host) {
     ["cached", "cached prompts"], ["headroom", "headroom"], ["free", "free"]];
   const sum = (kind) => it.segments.filter((part) => part.kind === kind).reduce((all, part) => all + part.bytes, 0);
   return h("div", { class: "memory" },
-    h("div", { class: "head" }, h("h4", {}, `Memory, ${f.bytes(it.machine_bytes)}`),
+    h("div", { class: "head" }, h("h4", {}, `Memory, ${f.bytes(it.machine_bytes)}`,
+      it.available_bytes != null && h("small", {}, ` ${f.bytes(it.available_bytes)} available now`)),
       it.guard_stage && it.guard_stage !== "calm" && h("span", { class: "pill busy", title: it.guard_last_event }, `guard: ${it.guard_stage}`)),
     h("div", { class: "stack", role: "img", "aria-label": `Memory of ${host}: ${text}` },
       it.segments.map((part) => h("i", { class: `part ${part.kind}`, "data-key": part.name,
