@@ -40,6 +40,7 @@ async def test_a_chat_is_answered_whole() -> None:
         "completion_tokens": 5,
         "total_tokens": num_prompt_tokens + 5,
         "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
     assert reply.json["object"] == "chat.completion"
     assert reply.json["id"].startswith("chatcmpl-")
