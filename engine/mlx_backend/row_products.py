@@ -133,9 +133,12 @@ class ProductGroup:
     def joined(self, x: mx.array) -> mx.array:
         """All results side by side, ``x`` [M, 1, K] -> [M, 1, N]."""
         kernel = self._owner.kernel
-        by_kernel = kernel is not None and self._owner.use >= self._least_use and x.shape[0] <= MAX_ROWS
-        result = kernel(x, self.weight) if kernel is not None and by_kernel else x @ self._transposed
-        return result if self._bias is None else result + self._bias
+        if kernel is not None and self._owner.use >= self._least_use and x.shape[0] <= MAX_ROWS:
+            result = kernel(x, self.weight)
+            return result if self._bias is None else result + self._bias
+        if self._bias is None:
+            return x @ self._transposed
+        return mx.addmm(self._bias, x, self._transposed)
 
 
 def _joined_weight(layers: Sequence[Linear]) -> mx.array:

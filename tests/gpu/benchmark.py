@@ -157,8 +157,7 @@ def host(bench: Bench) -> None:
         times.wrap(bench.runner._inputs, "build", "of it: arrays")
         bench.serve([Work(prompt(draw, 64), 200) for _ in range(rows)], slots=32, times=times)
         del bench.runner.launch, bench.runner._inputs.build  # type: ignore[method-assign]
-        parts = {label: f"{seconds / times.num_steps * 1e3:.2f}" for label, seconds in times.seconds.items()}
-        say(f"host, ms per step at {rows} rows:", parts)
+        say(f"host, ms per step at {rows} rows:", times.per_step_ms())
 
 
 def memory(bench: Bench) -> None:

@@ -69,21 +69,30 @@ def at(sorted_values: Sequence[float], share: float) -> float:
 
 
 class HostTimes:
-    """Seconds that the host spends per step, by part."""
+    """Seconds that the host spends, by part, and how many of them it is busy: the rest it waits, for the GPU say."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        self.busy_seconds: dict[str, float] = {}
         self.num_steps = 0
+
+    def per_step_ms(self) -> dict[str, str]:
+        """Milliseconds per step by part, and the busy share of them."""
+        return {
+            label: f"{seconds / self.num_steps * 1e3:.2f} ({self.busy_seconds[label] / self.num_steps * 1e3:.2f} busy)"
+            for label, seconds in self.seconds.items()
+        }
 
     def wrap(self, owner: Any, name: str, label: str) -> None:
         inner = getattr(owner, name)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
-            started = time.perf_counter()
+            started, busy = time.perf_counter(), time.thread_time()
             try:
                 return inner(*args, **kwargs)
             finally:
                 self.seconds[label] = self.seconds.get(label, 0.0) + time.perf_counter() - started
+                self.busy_seconds[label] = self.busy_seconds.get(label, 0.0) + time.thread_time() - busy
 
         setattr(owner, name, timed)
 
