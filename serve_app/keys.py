@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import os
 import secrets
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from engine.config import describe_validation_error, read_yaml_mapping
 from engine.errors import ConfigError
+from serve_app.files import write_file
 
 PREFIX = "sk-metalslots-"
 
@@ -104,9 +104,5 @@ def _digest(text: str) -> str:
 
 def _write(path: Path, keys: Iterable[ApiKey]) -> None:
     entries: list[dict[str, Any]] = [key.model_dump(exclude_defaults=True) for key in keys]
-    path.parent.mkdir(parents=True, exist_ok=True)
     # Whole or not at all: a server may be reading it, and a half-written file would lock everybody out.
-    new = path.with_suffix(".new")
-    new.write_text(yaml.safe_dump({"keys": entries}, sort_keys=False))
-    new.chmod(0o600)
-    os.replace(new, path)
+    write_file(path, yaml.safe_dump({"keys": entries}, sort_keys=False))

@@ -85,6 +85,8 @@ settle() {
         none | launchd | systemd) ;;
         *) usage "--supervisor is $supervisor: use launchd, systemd or none" ;;
     esac
+    # The loop runs as who starts it.
+    if [ "$supervisor" = none ]; then user=$(id -un); fi
     [ -n "$user" ] || user=${SUDO_USER:-$(id -un)}
     check_word --user "$user"
     if [ "$supervisor" != none ] && [ "$dry_run" = no ] && [ "$(id -u)" != 0 ]; then

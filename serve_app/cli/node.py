@@ -17,6 +17,7 @@ import typer
 from engine.errors import ConfigError
 from serve_app.cli.console import EXIT_FAILED, CommandFailedError, out, print_json, reports_errors
 from serve_app.cli.findings import show_findings
+from serve_app.files import write_file
 from serve_app.node.daemon import NodeDaemon, read_state
 from serve_app.node.installation_checks import check_installation
 from serve_app.node.machine_checks import ask_system, check_machine
@@ -26,7 +27,6 @@ from serve_app.node.settings import (
     PREFIX_VARIABLE,
     Installation,
     load_settings,
-    write_file,
 )
 from serve_app.node.ticket import make_head, make_member, read_ticket
 

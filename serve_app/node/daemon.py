@@ -30,8 +30,9 @@ import psutil
 
 from engine.core.async_engine import TEARDOWN_S
 from engine.errors import StartupError
+from serve_app.files import write_file
 from serve_app.node.machine_checks import reach
-from serve_app.node.settings import RAY_DRAIN_S, Installation, write_file
+from serve_app.node.settings import RAY_DRAIN_S, Installation
 
 POLL_S = 1.0
 # Between two attempts to reach the head, or to deploy.

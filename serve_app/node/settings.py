@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from engine.config import describe_validation_error, read_yaml_mapping
 from engine.errors import ConfigError
 from serve_app.config import label_resource, ray_environment
+from serve_app.files import write_file
 
 PREFIX_VARIABLE = "METALSLOTS_PREFIX"
 DEFAULT_HEAD_PORT = 6379
@@ -179,15 +180,3 @@ def load_settings(values: Mapping[str, object]) -> NodeSettings:
         return NodeSettings.model_validate(values)
     except ValidationError as error:
         raise describe_validation_error(error, NodeSettings) from error
-
-
-def write_file(path: Path, text: str, mode: int = 0o600) -> None:
-    """Write a file whole or not at all, and never readable to more than ``mode`` says, not even for a moment."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(path.name + ".new")
-    new.unlink(missing_ok=True)
-    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    with os.fdopen(descriptor, "w") as stream:
-        stream.write(text)
-    new.chmod(mode)
-    os.replace(new, path)

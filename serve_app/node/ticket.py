@@ -19,8 +19,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from engine.config import describe_validation_error, read_yaml_mapping
 from engine.errors import ConfigError
+from serve_app.files import write_file
 from serve_app.node.certificates import KeyPair, make_authority, make_certificate
-from serve_app.node.settings import Installation, NodeSettings, load_settings, write_file
+from serve_app.node.settings import Installation, NodeSettings, load_settings
 
 TOKEN_BYTES = 32
 LOOPBACK_NAMES = ("localhost", "127.0.0.1")

@@ -11,8 +11,9 @@ import pytest
 
 from engine.errors import ConfigError
 from serve_app.cli.trust import office_trust, pinned
+from serve_app.files import write_file
 from serve_app.node.certificates import KeyPair, days_left, make_authority, make_certificate
-from serve_app.node.settings import Installation, write_file
+from serve_app.node.settings import Installation
 
 NOW = dt.datetime.now(dt.UTC)
 AUTHORITY = make_authority(NOW)

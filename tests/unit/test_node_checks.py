@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from serve_app.files import write_file
 from serve_app.node.daemon import daemon_environment, keep_awake_command, read_state
 from serve_app.node.installation_checks import check_installation
 from serve_app.node.machine_checks import Finding, check_head, check_machine, reach
-from serve_app.node.settings import Installation, load_settings, write_file
+from serve_app.node.settings import Installation, load_settings
 from serve_app.node.ticket import make_head
 
 # As macOS prints them.
