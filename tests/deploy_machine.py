@@ -16,7 +16,11 @@ METALSLOTS = """
 case "$*" in
     "node make-head"*) printf 'role: head\\naddress: 10.0.0.1\\n' >"$METALSLOTS_PREFIX/etc/node.yaml" ;;
     "node make-member"*) printf 'role: member\\naddress: 10.0.0.2\\n' >"$METALSLOTS_PREFIX/etc/node.yaml" ;;
-    "drain"*) echo '{"replicas": 1, "open_calls": 0}'; [ ! -f "$METALSLOTS_PREFIX/busy" ] ;;
+    "drain"*)
+        echo '{"replicas": 1, "open_calls": 0}'
+        [ ! -f "$METALSLOTS_PREFIX/drained-elsewhere" ] || touch "$METALSLOTS_PREFIX/broken"
+        [ ! -f "$METALSLOTS_PREFIX/busy" ]
+        ;;
     "ready"*) [ ! -f "$METALSLOTS_PREFIX/broken" ] ;;
 esac
 """

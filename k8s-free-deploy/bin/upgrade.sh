@@ -53,6 +53,19 @@ give_back() {
     fail "the upgrade was undone" "read $prefix/log/daemon.log, $prefix/log/ray.log and Ray's logs below $prefix/ray"
 }
 
+can_be_spared() {
+    [ "$alone" = yes ] || [ "$new_ray" = yes ] ||
+        step "ask whether the others can do without this machine" metalslots ready "$address" --others --wait 60
+}
+
+# stay FAILURE FIX: nothing was stopped yet, so go on as before.
+stay() {
+    step "give it requests again" metalslots undrain "$address"
+    rm -rf "$release"
+    fail "$1" "$2"
+}
+
+can_be_spared
 make_release
 old_versions=$(versions "$old")
 new_versions=$old_versions
@@ -62,14 +75,9 @@ if [ "$new_ray" = no ] && [ "$new_versions" != "$old_versions" ]; then
     fail "the new code runs on Ray and Python $new_versions, the fleet on $old_versions" \
         "plan a pause, and run this with --new-ray on the head and then on every member"
 fi
-if [ "$alone" = no ] && [ "$new_ray" = no ]; then
-    step "ask whether the others can do without this machine" metalslots ready "$address" --others --wait 60
-fi
-if ! drain_here "$wait_s"; then
-    step "give it requests again" metalslots undrain "$address"
-    rm -rf "$release"
-    fail "answers still run here after $wait_s s" "wait longer: --wait $((2 * wait_s))"
-fi
+drain_here "$wait_s" || stay "answers still run here after $wait_s s" "wait longer: --wait $((2 * wait_s))"
+# Somebody may have drained another machine meanwhile.
+can_be_spared || stay "the others cannot do without this machine any more" "upgrade one machine at a time"
 stop_daemon
 use_release "$release"
 prepare_machine

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import pwd
 import shlex
@@ -37,6 +38,7 @@ from serve_app.node.settings import RAY_DRAIN_S, Installation
 POLL_S = 1.0
 # Between two attempts to reach the head, or to deploy.
 RETRY_S = 5.0
+MAX_RETRY_S = 60.0
 START_LIMIT_S = 120.0
 # Ray drains its node, ends its processes, and the engines' teardown, which nobody may cut short, comes after that.
 END_LIMIT_S = RAY_DRAIN_S + 20.0 + TEARDOWN_S
@@ -76,8 +78,9 @@ class NodeDaemon:
         ray = self._start_ray()
         try:
             self._wait_until_started(ray)
-            self._note("running", f"Ray is up, {self._settings.role} of {self._settings.head}")
-            self._watch(ray)
+            if not self._asked_to_end.is_set():
+                self._note("running", f"Ray is up, {self._settings.role} of {self._settings.head}")
+            self._watch()
         finally:
             self._note("ending", "waiting for the engines to give their memory back")
             self._end_all(ray)
@@ -115,17 +118,20 @@ class NodeDaemon:
             if self._asked_to_end.wait(POLL_S / 4):
                 return
 
-    def _watch(self, ray: subprocess.Popen[bytes]) -> None:
-        deploy_at_s = time.monotonic() if self._deploys else None
+    def _watch(self) -> None:
+        deploy_at_s = time.monotonic() if self._deploys else math.inf
+        retry_s = RETRY_S
         while not self._asked_to_end.wait(POLL_S):
             found = psutil.Process().children(recursive=True)
             self._processes = {process for process in self._processes if process.is_running()} | set(found)
             if not any(_name(process) == "raylet" for process in found):
                 raise StartupError("Ray has ended by itself.", f"read {self._installation.ray_folder}")
-            if deploy_at_s is not None and time.monotonic() >= deploy_at_s and self._app is None:
+            if self._app is None and time.monotonic() >= deploy_at_s:
                 self._app = self._start_app()
-            if self._app is not None and (code := self._app.poll()) is not None:
-                self._app, deploy_at_s = None, None if code == 0 else time.monotonic() + RETRY_S
+            elif self._app is not None and (code := self._app.poll()) is not None:
+                self._app = None
+                deploy_at_s = math.inf if code == 0 else time.monotonic() + retry_s
+                retry_s = min(2 * retry_s, MAX_RETRY_S)
 
     @property
     def _deploys(self) -> bool:

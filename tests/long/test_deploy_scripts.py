@@ -208,6 +208,7 @@ def test_an_upgrade_drains_before_it_stops_and_waits_until_the_model_is_back(mac
     assert [step.replace(str(mac.daemons), "DAEMONS") for step in steps] == [
         "metalslots ready 10.0.0.1 --others --wait 60",
         "metalslots drain 10.0.0.1 --wait 600 --json",
+        "metalslots ready 10.0.0.1 --others --wait 60",
         "launchctl bootout system/metalslots.node",
         "launchctl bootstrap system DAEMONS/metalslots.node.plist",
         "metalslots node state --wait 180",
@@ -236,6 +237,18 @@ def test_nothing_is_stopped_while_no_other_machine_answers(mac: Machine) -> None
     assert done.returncode != 0
     assert saying(mac.calls(), "launchctl bootout", "metalslots drain") == []
     assert (mac.prefix / "current").readlink() == old
+    assert len(list((mac.prefix / "releases").iterdir())) == 1
+
+
+def test_two_machines_that_are_upgraded_at_once_do_not_both_stop(mac: Machine) -> None:
+    mac.install()
+    # The other one is drained while this one is.
+    (mac.prefix / "drained-elsewhere").touch()
+    done = upgrade(mac)
+    assert done.returncode == 1
+    assert "one machine at a time" in done.stderr
+    assert saying(mac.calls(), "metalslots undrain") == ["metalslots undrain 10.0.0.1"]
+    assert saying(mac.calls(), "launchctl bootout") == []
 
 
 def test_a_machine_that_is_still_busy_goes_on_with_its_old_code(mac: Machine) -> None:
