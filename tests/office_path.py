@@ -112,8 +112,6 @@ class Office:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is not None:
-            self._show_logs()
         for mac in reversed(self.macs):
             mac.cut_the_power()
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -204,7 +202,8 @@ class Office:
         ports = ["--first-port", str(mac.first_port)] if name in ("install.sh", "join.sh") else []
         return [*environment, *ports, *(["--port", str(self.head_port)] if name == "install.sh" else [])]
 
-    def _show_logs(self) -> None:
+    def show_logs(self) -> None:
+        """Print what the daemons and Ray have said last."""
         for mac in self.macs:
             for log in sorted((mac.prefix / "log").glob("*.log")):
                 print(f"== {log}\n{log.read_text(errors='replace')[-3000:]}")

@@ -97,6 +97,8 @@ class NodeDaemon:
 
     def _start_ray(self) -> subprocess.Popen[bytes]:
         self._note("starting", "")
+        # What a life that was cut short has left: a head refuses to start while any process of this machine names it.
+        (self._installation.ray_folder / "ray_current_cluster").unlink(missing_ok=True)
         with (self._installation.log_folder / "ray.log").open("wb") as log:
             # A session of its own: Ray's reaper signals its whole process group.
             return subprocess.Popen(
