@@ -65,6 +65,10 @@ def make_runner(
             kv_bits=kv_bits,
         )
 
+    if kv_bits is not None:
+        loaded = _disclosing(
+            loaded, [f"Keys and values are held with {kv_bits} bits (`kv_bits`), which changes answers."]
+        )
     target = gpu_target() if loaded.backend != "cpu" else None
     if target is None:
         return plain_runner(loaded)

@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from engine import build
 from engine.batch import BatchRow, StepBatch
 from engine.config import EngineConfig
 from engine.core.engine_core import EngineCore
@@ -20,6 +21,7 @@ from engine.mlx_backend.quantised_pool import QuantisedLayerPool, check_kv_bits
 from engine.model_source import resolve_model
 from engine.request import EngineRequest, SamplingParams
 from engine.scheduler import Scheduler, SchedulerConfig
+from engine.text.tokenizer import load_tokenizer
 from tests.mlx.driver import Driver, Sequence
 from tests.mlx.tiny_models import tiny_model
 
@@ -73,6 +75,21 @@ def test_the_files_promise_what_loading_finds(demo: LoadedModel) -> None:
     expected = expect_model(config, resolve_model("demo"), "cpu")
     assert expected is not None
     assert expected.kv_bytes_per_token == demo.kv_bytes_per_token(mx.float32, 8) == 46080 * 9 // 32
+
+
+def test_an_engine_with_few_bits_says_so_and_answers(monkeypatch: pytest.MonkeyPatch, demo: LoadedModel) -> None:
+    monkeypatch.setattr(build, "load_model", lambda *_, **__: demo)
+    config = EngineConfig(kv_bits=8, slots=2, max_model_len=512, backend="cpu")
+    core = build.build_core(config, lambda _: None)
+    assert core.runner.facts.kv_bytes_per_token == demo.kv_bytes_per_token(mx.float32, 8)
+    assert any("held with 8 bits" in sentence for sentence in core.runner.facts.disclosures)
+    prompt = tuple(load_tokenizer(resolve_model("demo")).encode("The capital of France is"))
+    core.add(EngineRequest("r", prompt, SamplingParams(max_tokens=4, temperature=0.0), 0.0))
+    outputs = []
+    while core.has_work:
+        outputs += core.step()
+    assert "Paris" in load_tokenizer(resolve_model("demo")).decode([t for o in outputs for t in o.token_ids])
+    core.close()
 
 
 def wide_model() -> LoadedModel:

@@ -26,8 +26,8 @@ from engine.model_source import resolve_model
 from engine.request import SamplingParams
 from engine.text.tokenizer import load_tokenizer
 
-PASSAGE_TOKENS = 768
-PAGES = ("scheduling.md", "memory.md", "api.md", "operations.md", "capacity.md", "decisions.md")
+PASSAGE_TOKENS = 512
+PAGES = ("scheduling.md", "memory.md", "api.md", "operations.md")
 BLOCK_SIZE = 16
 
 
