@@ -218,7 +218,7 @@ class _Reader:
         block_bytes = GGML_QUANT_SIZES[self.kind][1]
         try:
             dequantize(np.zeros((1, block_bytes), np.uint8), self.kind)
-        except NotImplementedError:
+        except RuntimeError:  # what the package raises for a format that it only knows by name
             raise UnsupportedModelError(
                 f"The GGUF tensor {self.name} is stored as {self.kind.name}, which has no dequantiser here.",
                 _FIX,

@@ -96,11 +96,11 @@ class QuantisedLayerPool(LayerPool):
 
 
 class _PackedRows:
-    """Vectors of ``size`` numbers, one a row. ``parts``: codes, scales, biases."""
+    """Vectors of ``num_values`` numbers, one a row. ``parts``: codes, scales, biases."""
 
-    def __init__(self, num_rows: int, size: int, dtype: mx.Dtype, bits: int) -> None:
+    def __init__(self, num_rows: int, num_values: int, dtype: mx.Dtype, bits: int) -> None:
         self._dtype, self._bits = dtype, bits
-        widths = (size * bits // 32, size // KV_GROUP, size // KV_GROUP)
+        widths = (num_values * bits // 32, num_values // KV_GROUP, num_values // KV_GROUP)
         dtypes = (mx.uint32, _SCALE_DTYPE, _SCALE_DTYPE)
         self.parts = [mx.zeros((num_rows, width), kind) for width, kind in zip(widths, dtypes, strict=True)]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Iterator
+from functools import partial
 
 from engine.interfaces import ModelRunner
 from engine.mlx_backend.geometries import layer_geometries
@@ -52,41 +53,26 @@ def make_runner(
     """The fastest runner that computes ``loaded`` rightly here. A kernel that is turned off is named in the log and in
     the facts' disclosures; so is a form of steps, or a pool of few bits, that the kernels do not know."""
 
-    def plain_runner(loaded: LoadedModel) -> MlxModelRunner:
-        return MlxModelRunner(
-            loaded,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            slots=slots,
-            max_chunk_tokens=max_chunk_tokens,
-            kv_dtype=kv_dtype,
-            num_state_snapshots=num_state_snapshots,
-            num_window_blocks=num_window_blocks,
-            kv_bits=kv_bits,
-        )
-
+    plain_runner = partial(
+        MlxModelRunner,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        slots=slots,
+        max_chunk_tokens=max_chunk_tokens,
+        kv_dtype=kv_dtype,
+        num_state_snapshots=num_state_snapshots,
+        num_window_blocks=num_window_blocks,
+        kv_bits=kv_bits,
+    )
     if kv_bits is not None:
-        loaded = _disclosing(
-            loaded, [f"Keys and values are held with {kv_bits} bits (`kv_bits`), which changes answers."]
-        )
+        loaded = _disclosing(loaded, [f"Keys and values have {kv_bits} bits (`kv_bits`), which changes answers."])
     target = gpu_target() if loaded.backend != "cpu" else None
     if target is None:
         return plain_runner(loaded)
-    if loaded.form is not StepForm.PACKED:
-        reason = f"Kernels off: they compute packed steps, and this model's are {loaded.form.value}."
-        return plain_runner(_disclosing(loaded, [reason]))
-    if kv_bits is not None:
-        reason = f"Kernels off: they read numbers of half precision or more, and `kv_bits` is {kv_bits}."
-        return plain_runner(_disclosing(loaded, [reason]))
+    if obstacle := _obstacle(loaded, kv_bits):
+        return plain_runner(_disclosing(loaded, [obstacle]))
     factory = gpu_factory(target)
-    verdicts = list(check_kernels(loaded, block_size, kv_dtype, factory, TUNINGS[target]))
-    failed = {verdict.name for verdict in verdicts if verdict.problem}
-    tuning = _without(TUNINGS[target], failed)
-    if failed <= OPTIONAL:
-        verdicts.append(steps_trial(loaded, block_size, factory, tuning))
-        failed |= {verdict.name for verdict in verdicts[-1:] if verdict.problem}
-    problems = {verdict.name: verdict.problem for verdict in reversed(verdicts) if verdict.problem}
-    loaded = _disclosing(loaded, [f"Kernel off: {name} {problem}." for name, problem in problems.items()])
+    loaded, tuning, failed = _prove(loaded, block_size, kv_dtype, factory, TUNINGS[target])
     if not failed <= OPTIONAL:
         return plain_runner(loaded)
     runner = GpuModelRunner(
@@ -102,6 +88,31 @@ def make_runner(
     )
     runner.warm_up()
     return runner
+
+
+def _obstacle(loaded: LoadedModel, kv_bits: int | None) -> str:
+    """Why the kernels cannot serve this model whatever they compute, or an empty string."""
+    if loaded.form is not StepForm.PACKED:
+        return f"Kernels off: they compute packed steps, and this model's are {loaded.form.value}."
+    if kv_bits is not None:
+        return f"Kernels off: they read numbers of half precision or more, and `kv_bits` is {kv_bits}."
+    return ""
+
+
+def _prove(
+    loaded: LoadedModel, block_size: int, kv_dtype: KvDtype, factory: KernelFactory, tuning: Tuning
+) -> tuple[LoadedModel, Tuning, set[str]]:
+    """Try every kernel, then whole steps: the model with what is to be disclosed, the tuning without the kernels that
+    failed, and the names of these."""
+    verdicts = list(check_kernels(loaded, block_size, kv_dtype, factory, tuning))
+    failed = {verdict.name for verdict in verdicts if verdict.problem}
+    tuning = _without(tuning, failed)
+    if failed <= OPTIONAL:
+        verdicts.append(steps_trial(loaded, block_size, factory, tuning))
+        failed |= {verdict.name for verdict in verdicts[-1:] if verdict.problem}
+    problems = {verdict.name: verdict.problem for verdict in reversed(verdicts) if verdict.problem}
+    sentences = [f"Kernel off: {name} {problem}." for name, problem in problems.items()]
+    return _disclosing(loaded, sentences), tuning, failed
 
 
 def _without(tuning: Tuning, failed: set[str]) -> Tuning:

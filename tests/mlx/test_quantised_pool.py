@@ -82,7 +82,7 @@ def test_an_engine_with_few_bits_says_so_and_answers(monkeypatch: pytest.MonkeyP
     config = EngineConfig(kv_bits=8, slots=2, max_model_len=512, backend="cpu")
     core = build.build_core(config, lambda _: None)
     assert core.runner.facts.kv_bytes_per_token == demo.kv_bytes_per_token(mx.float32, 8)
-    assert any("held with 8 bits" in sentence for sentence in core.runner.facts.disclosures)
+    assert any("Keys and values have 8 bits" in sentence for sentence in core.runner.facts.disclosures)
     prompt = tuple(load_tokenizer(resolve_model("demo")).encode("The capital of France is"))
     core.add(EngineRequest("r", prompt, SamplingParams(max_tokens=4, temperature=0.0), 0.0))
     outputs = []
