@@ -5,6 +5,8 @@ Owns: one worst step on the served path and its peak memory. Must not know: how 
 
 from __future__ import annotations
 
+import gc
+
 import mlx.core as mx
 
 from engine.batch import BatchRow, StepBatch
@@ -82,6 +84,8 @@ def _measure_sampling_bytes(loaded: LoadedModel, rows: tuple[BatchRow, ...]) -> 
 
 
 def _start_measuring() -> int:
+    # Arrays that only wait for Python's collector would go in the middle, and the peak would look lower than it is.
+    gc.collect()
     mx.clear_cache()
     mx.reset_peak_memory()
     return mx.get_active_memory()

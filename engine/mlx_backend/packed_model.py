@@ -103,6 +103,8 @@ class PackedModel:
             hidden = self._selector.selected
         finally:
             self._holder.inputs = self._selector.rows = self._selector.selected = None
+            for cache in self.caches:
+                cache.forget()
         return self._selector.chosen(logits, step.head_rows), None if hidden is None else hidden[:, -1]
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:

@@ -138,7 +138,7 @@ class PagedLayerCache:
     def __init__(self, pool: LayerPool, holder: StepHolder, max_model_len: int) -> None:
         self.pool = pool
         self.num_attends = 0
-        self._latest: tuple[mx.array, mx.array]
+        self._latest: tuple[mx.array, mx.array] | None = None
         self._kind = pool.shape.kind
         self._holder = holder
         self._max_model_len = max_model_len
@@ -165,7 +165,12 @@ class PagedLayerCache:
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """For a layer that shares another's keys and values: the step's own, as ``update_and_fetch`` gave them."""
+        assert self._latest is not None, "a layer shares keys and values that are not there yet"
         return self._latest
+
+    def forget(self) -> None:
+        """The step's graph is built: only it holds the step's arrays from now on, so that they go as it is computed."""
+        self._latest = None
 
     def attend(self, queries: mx.array, scale: float, sinks: mx.array | None) -> mx.array:
         """Attention of ``queries`` ``[T, heads, 1, head_dim]``, each over its own request's positions."""

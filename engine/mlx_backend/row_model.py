@@ -86,8 +86,8 @@ class RowModel:
             else SequenceLayerCache(pool, self._holder, max_model_len)
             for pool in self.pools
         ]
-        state_caches = [StateCache(states, self._state_holder) for states in self.states.layers]
-        self._caches = layout.build(self.attention_caches, state_caches)
+        self._state_caches = [StateCache(states, self._state_holder) for states in self.states.layers]
+        self._caches = layout.build(self.attention_caches, self._state_caches)
         self._has_window_pools = num_window_blocks is not None
         self.inputs = InputBuilder(
             (shape.kind for shape in layout.attention), num_blocks, block_size, num_window_blocks
@@ -154,6 +154,7 @@ class RowModel:
         """Drop pools and caches."""
         self.pools.clear()
         self.attention_caches.clear()
+        self._state_caches.clear()
         self.states.layers.clear()
         self._caches.clear()
 
@@ -200,6 +201,8 @@ class RowModel:
                 logits: mx.array = self._model(inputs.tokens, cache=self._caches)
         finally:
             self._holder.inputs = self._state_holder.rows = self._selector.rows = self._selector.selected = None
+            for cache in (*self.attention_caches, *self._state_caches):
+                cache.forget()
         return self._selector.chosen(logits, inputs.head_rows)
 
 

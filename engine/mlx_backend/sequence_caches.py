@@ -55,7 +55,7 @@ class GatheredLayerCache:
         self.pool = pool
         self._holder = holder
         self._masks_by_group = masks_by_group
-        self._fetched: tuple[mx.array, mx.array]
+        self._fetched: tuple[mx.array, mx.array] | None = None
 
     @property
     def offset(self) -> mx.array | int:
@@ -115,7 +115,12 @@ class GatheredLayerCache:
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """For a layer that shares another's keys and values: what ``update_and_fetch`` gave it."""
+        assert self._fetched is not None, "a layer shares keys and values that are not there yet"
         return self._fetched
+
+    def forget(self) -> None:
+        """The pass's graph is built: only it holds the pass's arrays from now on, so that they go as it is computed."""
+        self._fetched = None
 
     @property
     def _inputs(self) -> StepInputs:

@@ -114,6 +114,10 @@ class StateCache(ArraysCache):
         """Whether the pass's row has no state yet."""
         return self._current().fresh
 
+    def forget(self) -> None:
+        """The pass's graph is built: only it holds the pass's arrays from now on, so that they go as it is computed."""
+        self._rows, self._new = None, {}
+
     def _current(self) -> StateRows:
         rows = self._holder.rows
         assert rows is not None, "a state cache is used outside a step"
