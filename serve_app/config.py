@@ -144,7 +144,7 @@ class ReplicaConfig(_Section):
 
     engine_runs: Literal["process", "thread"] = "process"
     flush_interval_ms: float = Field(default=30.0, ge=0)
-    max_messages_per_s: float = Field(default=200.0, gt=0)
+    max_messages_per_s: float = Field(default=160.0, gt=0)
     router: Literal["cost", "power-of-two", "round-robin"] = "cost"
     report_period_s: float = Field(default=0.5, gt=0)
     max_queued_requests: int = Field(default=256, ge=1)

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from engine.errors import AdmissionRefusedError, ContextLengthError
-from serve_app.client import EMBED_AT_ONCE, Ask, Client, Progress
+from serve_app.client import Ask, Client, Progress
+from serve_app.client.connection import EMBED_AT_ONCE
 from serve_app.errors import ModelUnknownError
 from serve_app.protocol import ChoiceDelta, Deltas, GenerateCall, Usage
 from tests.serve_fakes import said
