@@ -66,7 +66,7 @@ def chain(ray_port: int) -> Iterator[Endpoint]:
 @pytest.fixture(scope="module")
 def demo(ray_port: int) -> Iterator[Endpoint]:
     """The demo model with four slots, as `make serve` runs it."""
-    engine = {"model": "demo", "slots": 4, "max_model_len": 4096}
+    engine = {"model": "demo", "slots": 4, "max_model_len": 4096, "embeddings": "last-token"}
     with deployed({"port": ray_port, "models": [{"engine": engine}], "replica": {"shutdown_grace_s": 1.0}}) as app:
         yield app
 

@@ -11,6 +11,8 @@ import httpx
 import openai
 import pytest
 
+from tests.conversations import CONVERSATIONS
+from tests.conversations import Endpoint as Counterpart
 from tests.serve_endpoint import Endpoint, eventually, eventually_async, user
 
 pytestmark = pytest.mark.timeout(400)
@@ -185,3 +187,32 @@ def test_seeds_make_samples_repeatable_and_several_answers_differ(demo: Endpoint
     texts = [choice.message.content for choice in first.choices]
     assert texts == [choice.message.content for choice in second.choices]
     assert len(set(texts)) > 1
+
+
+@pytest.mark.parametrize("client", CONVERSATIONS)
+def test_a_client_gets_everything_it_asks_for(demo: Endpoint, client: str) -> None:
+    asyncio.run(CONVERSATIONS[client](Counterpart(demo.url, "demo")))  # type: ignore[arg-type]
+
+
+def test_embeddings_come_beside_answers_and_are_near_where_texts_are(demo: Endpoint) -> None:
+    texts = ["The cat sleeps on the sofa.", "A cat is asleep on a couch.", "Interest rates rose by half a percent."]
+
+    async def both() -> tuple[list[list[float]], str, str]:
+        async with demo.async_client() as client:
+            body = {**GREEDY, "messages": user("Write about bread."), "max_tokens": 20}
+            alone = await stream_text(client, body)
+            answer = asyncio.ensure_future(stream_text(client, body))
+            found = await client.embeddings.create(model="demo", input=texts * 10)
+            assert found.usage.prompt_tokens == found.usage.total_tokens > 30 * 5
+            return [item.embedding for item in found.data], alone, await answer
+
+    vectors, alone, beside = asyncio.run(both())
+    assert beside == alone
+
+    def likeness(a: int, b: int) -> float:
+        return sum(x * y for x, y in zip(vectors[a], vectors[b], strict=True))
+
+    assert all(likeness(i, i) == pytest.approx(1, abs=1e-5) for i in range(30))
+    # The same text is the same vector, whoever else was in its step.
+    assert all(likeness(i, i % 3) > 0.9999 for i in range(30))
+    assert likeness(0, 1) > likeness(0, 2)
