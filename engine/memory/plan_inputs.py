@@ -26,9 +26,9 @@ UNKNOWN_FOREIGN_BYTES = 4 * GIB
 # indices, probabilities, their running sum, noise.
 SAMPLER_ROWS = 8
 _FLOAT32_BYTES = 4
-# Saved recurrent states beside each slot's own: one that the prompt's next reader starts from, one that follows the
-# answer, one on its way; what running requests do not use keeps finished conversations.
-STATE_SNAPSHOTS_PER_SLOT = 3
+# Saved recurrent states beside each slot's own: one at the prompt's end, one that follows the answer. What running
+# requests do not use keeps the ends of finished conversations.
+STATE_SNAPSHOTS_PER_SLOT = 2
 # Every layer's arrays have one block more than the scheduler knows: it pads block tables and stays zero.
 NULL_BLOCKS = 1
 # The most steps that any runner has in flight.

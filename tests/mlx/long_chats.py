@@ -18,6 +18,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from engine.core.engine_core import EngineCore
+from engine.memory.plan_inputs import STATE_SNAPSHOTS_PER_SLOT
 from engine.mlx_backend.loaded_model import LoadedModel
 from engine.mlx_backend.model_runner import MlxModelRunner
 from engine.mlx_backend.probe import prove_form
@@ -30,7 +31,7 @@ SLOTS = 8
 BLOCK_SIZE = 8
 MAX_MODEL_LEN = 448
 NUM_BLOCKS = SLOTS * 72
-NUM_SNAPSHOTS = 3 * SLOTS
+NUM_SNAPSHOTS = STATE_SNAPSHOTS_PER_SLOT * SLOTS
 _TURN_TOKENS = 12
 _SAMPLE_EVERY_STEPS = 50
 

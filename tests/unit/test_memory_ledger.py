@@ -144,7 +144,7 @@ def test_auto_under_pressure_is_the_balanced_count() -> None:
     assert plan.slots == balance.slots == 5
 
 
-@pytest.mark.parametrize(("prefix_cache", "num_states"), [("shared", 4 + 12), ("off", 4)])
+@pytest.mark.parametrize(("prefix_cache", "num_states"), [("shared", 4 + 8), ("off", 4)])
 def test_state_is_paid_per_slot_and_for_saved_copies(prefix_cache: str, num_states: int) -> None:
     model = dataclasses.replace(DEMO, state_bytes_per_slot=100 * MIB)
     plan = plan_memory(demo(model=model, prefix_cache=prefix_cache))
@@ -219,7 +219,7 @@ BIG = ModelBytes(weights_bytes=40 * GIB, kv_bytes_per_token=320 * KIB, vocab_siz
         pytest.param(demo(memory={"headroom": "21.9GiB"}), r"set `memory.headroom: \d+MiB`", id="less headroom"),
         pytest.param(demo(model=BIG), "use a smaller model, or a machine with 64 GiB", id="another machine"),
         pytest.param(
-            demo(model=dataclasses.replace(DEMO, state_bytes_per_slot=GIB), slots=128), "set `slots: 4`", id="slots"
+            demo(model=dataclasses.replace(DEMO, state_bytes_per_slot=GIB), slots=128), "set `slots: 6`", id="slots"
         ),
     ],
 )
