@@ -27,7 +27,8 @@ _SMOOTHING = 0.05
 class Columns:
     """One value for each row; rows that are not in use hold anything but ``exists``.
 
-    ``num_requests`` and ``num_unread_tokens`` are as reported, ``more_*`` what this router adds to them.
+    ``num_requests`` and ``num_unread_tokens`` are as reported, ``more_*`` what this router adds to them. Speeds that
+    are not measured yet are NaN.
     """
 
     exists: NDArray[np.bool_]
@@ -135,9 +136,8 @@ class ReplicaTable:
         self._usual_slots = _smoothed(self._usual_slots, report.slots or None if report.sequence else None)
         self._usual_speed = _smoothed(self._usual_speed, report.prefill_tokens_per_s)
         self._usual_answer_s = _smoothed(self._usual_answer_s, report.answer_s)
-        speed = report.prefill_tokens_per_s or self._usual_speed or DEFAULT_PREFILL_TOKENS_PER_S
-        columns.prefill_tokens_per_s[row] = speed
-        columns.answer_s[row] = report.answer_s or self._usual_answer_s or DEFAULT_ANSWER_S
+        columns.prefill_tokens_per_s[row] = report.prefill_tokens_per_s or np.nan
+        columns.answer_s[row] = report.answer_s or np.nan
         return True
 
     def correct(self, replica: str, difference: Difference) -> None:
@@ -153,10 +153,17 @@ class ReplicaTable:
             slots=columns.slots[:n],
             num_requests=np.maximum(columns.num_requests[:n] + columns.more_requests[:n], 0.0),
             num_unread_tokens=columns.num_unread_tokens[:n] + columns.more_tokens[:n],
-            prefill_tokens_per_s=columns.prefill_tokens_per_s[:n],
-            answer_s=columns.answer_s[:n],
+            prefill_tokens_per_s=_known(
+                columns.prefill_tokens_per_s[:n], self._usual_speed or DEFAULT_PREFILL_TOKENS_PER_S
+            ),
+            answer_s=_known(columns.answer_s[:n], self._usual_answer_s or DEFAULT_ANSWER_S),
             age_s=now_s - columns.reported_s[:n],
         )
+
+
+def _known(values: Floats, usual: float) -> Floats:
+    """What is not measured yet is as usual now, whenever it was reported: else replicas could not be compared."""
+    return np.where(np.isnan(values), usual, values)
 
 
 def _smoothed(before: float | None, value: float | None) -> float | None:

@@ -155,6 +155,15 @@ def test_an_unreachable_replica_is_left_alone_for_a_while_and_taken_when_nothing
     assert choose(policy, request_id="c", now_s=20.0).reason is Reason.LAST_RESORT
 
 
+def test_speeds_that_are_not_measured_yet_are_those_of_the_others_from_the_moment_that_these_are_known() -> None:
+    unmeasured = report(prefill_tokens_per_s=None, answer_s=None)
+    policy = fleet(unmeasured, unmeasured)
+    policy.report("r1", "node1", report(sequence=2, prefill_tokens_per_s=3000.0, answer_s=2.0), 1.0)
+    decision = choose(policy, now_s=1.0)
+    assert {candidate.answer_s for candidate in (decision.chosen, *decision.alternatives)} == {2.0}
+    assert {candidate.reread_s for candidate in (decision.chosen, *decision.alternatives)} == {2.0}
+
+
 def test_a_replica_that_has_not_reported_yet_counts_as_the_others() -> None:
     policy = fleet(IDLE, None)
     chosen = [choose(policy, cold(number), str(number)).chosen.replica for number in range(8)]
