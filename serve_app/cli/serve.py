@@ -112,7 +112,7 @@ def _start(settings: AppConfig, ray: LocalRay) -> None:
         certificate = settings.https.certificate if settings.https else ""
         answer = ask(url, settings.models[0].name, QUESTION, key, certificate)
     out.print(f"\n[bold]{QUESTION}[/]\n{answer}\n", soft_wrap=True)
-    out.print(f"ready: [bold]{url}/v1[/] (OpenAI API), {url}/status. Ctrl-C stops it.", soft_wrap=True)
+    out.print(f"ready: [bold]{url}/v1[/] (OpenAI API), {url}/dashboard. Ctrl-C stops it.", soft_wrap=True)
 
 
 def _end_calls(settings: AppConfig, grace_s: float) -> None:

@@ -136,7 +136,12 @@ def _scaling(decisions: Sequence[Json]) -> list[Text]:
 
 
 def _failures(failures: Sequence[Json]) -> list[Text]:
-    return [Text(f"{it['code']}: {it['key_name'] or 'somebody'} on {it['host']}", style="red") for it in failures]
+    return [Text(_failure(it), style="red") for it in failures]
+
+
+def _failure(it: Json) -> str:
+    where = f" on {it['host']}" if it["host"] else ""
+    return f"{it['code']}: {it['key_name'] or 'somebody'}{where}"
 
 
 def _seconds(value_s: float | None) -> str:

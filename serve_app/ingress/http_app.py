@@ -82,7 +82,7 @@ def build_http_app(
     _add_models(app, fleet)
     _add_status(app, fleet, book, settings.name)
     _add_metrics(app, fleet, watch)
-    add_dashboard(app, fleet, book, generation)
+    add_dashboard(app, fleet, book, generation, watch)
     guarded: ASGIApp = KeyGuard(BodyLimit(app, settings.max_body_bytes), book)
     if settings.cors_origins:
         # Outermost: a browser asks whether it may ask before it sends any key.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -25,6 +26,7 @@ from serve_app.latency import E2E_BUCKETS_S
 from serve_app.protocol import GenerateCall
 from serve_app.routing.decision import Decision
 from serve_app.telemetry.families import Family, families_of
+from serve_app.telemetry.observer import NUM_FAILURES_KEPT, Failure
 from serve_app.telemetry.tracing import context_from, headers_of
 
 # Others are counted together: whoever asks for thousands of addresses must not make thousands of metrics.
@@ -54,10 +56,14 @@ logger = logging.getLogger(LOGGER)
 
 
 class IngressWatch:
-    """One ingress's counts, and its tracer. ``tracer`` None: no spans are made."""
+    """One ingress's counts, its newest failures that are not the client's doing, and its tracer.
+
+    ``tracer`` None: no spans are made.
+    """
 
     def __init__(self, tracer: Tracer | None = None) -> None:
         self.tracer = tracer
+        self.failures: deque[Failure] = deque(maxlen=NUM_FAILURES_KEPT)
         self._registry = CollectorRegistry()
         self._requests = Counter(
             "metalslots_http_requests", "HTTP requests by their status.", ("path", "status"), registry=self._registry
@@ -162,6 +168,10 @@ class Observation:
 
     def _log(self, error: ErrorAnswer, duration_s: float) -> None:
         key, call, path = key_in(self._scope), self._call, self._scope["path"]
+        if error.status in (408, 429) or error.status >= 500:
+            code, who = error.code or error.type, key.name if key else ""
+            request_id = call.request_id if call else Headers(scope=self._scope).get("x-request-id", "")
+            self._watch.failures.append(Failure(time.time(), request_id, who, code, error.message))
         facts = {
             "path": path,
             "status": error.status,

@@ -7,8 +7,10 @@ import json
 
 import pytest
 
+from serve_app.errors import ReplicaLostError
 from serve_app.ingress.auth import COOKIE, KeyBook
 from serve_app.ingress.dashboard.observatory import Observatory
+from serve_app.ingress.observing import IngressWatch
 from serve_app.keys import own_key
 from serve_app.protocol import ReplicaStatus
 from tests.core_fakes import ChainRunner, answer_text, make_core
@@ -120,7 +122,7 @@ async def test_a_mac_that_stops_answering_is_shown_as_silent_and_then_forgotten(
             return [ReplicaStatus(name, "n", f"mac-{name}", "chain", True, 0) for name in self.names]
 
     fleet = Fleet()
-    observatory = Observatory(fleet, clock=lambda: now_s)
+    observatory = Observatory(fleet, IngressWatch(), clock=lambda: now_s)
     await observatory.look()
     fleet.names = ("r0",)
     now_s = 3.0
@@ -143,3 +145,12 @@ async def test_a_trial_streams_text_and_tells_where_the_time_went() -> None:
     assert sum(timings["waited_s"].values()) == pytest.approx(timings["prefill_started_s"], abs=1e-4)
     assert last["usage"]["completion_tokens"] == 6
     assert json.dumps(last)
+
+
+async def test_a_failure_that_no_replica_knows_of_is_shown() -> None:
+    client = client_of(ScriptedFleet(ReplicaLostError("The machine that was answering is silent.")))
+    await client.post("/v1/chat/completions", CHAT)
+    await client.post("/v1/chat/completions", {**CHAT, "model": "nobody"})
+    (failure,) = (await client.get("/dashboard/state")).json["failures"]
+    assert (failure["code"], failure["host"]) == ("replica_lost", None)
+    assert failure["request_id"].startswith("chatcmpl-")

@@ -118,6 +118,16 @@ def test_decisions_and_failures_are_told_newest_first() -> None:
     assert [(failure["code"], failure["host"]) for failure in found["failures"]] == [("queue_full", "mac-1")]
 
 
+def test_a_failure_that_ingress_and_replica_have_seen_is_one() -> None:
+    lost, known = (
+        Failure(NOW_S + 1, "y", "", "replica_lost", "Gone."),
+        Failure(NOW_S, "x", "anna", "queue_full", "Full."),
+    )
+    found = compose(["demo"], [Seen(view(), 0.0)], {}, (), NOW_S, (lost, known))
+    failures = [(failure["request_id"], failure["host"]) for failure in found["failures"]]
+    assert failures == [("y", None), ("x", "mac-1")]
+
+
 def test_a_fleet_without_replicas_is_a_picture_too() -> None:
     empty = picture()
     assert (empty["macs"], empty["now"]["slots"], empty["hour"]["calls"]) == ([], 0, 0)

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable
 
 from serve_app.ingress.dashboard.state import Json, Seen, compose
 from serve_app.ingress.fleet import Fleet
+from serve_app.ingress.observing import IngressWatch
 from serve_app.routing.journal import JOURNAL
 from serve_app.telemetry.observer import ReplicaView
 
@@ -26,8 +27,9 @@ logger = logging.getLogger(__name__)
 class Observatory:
     """One ingress's view of the fleet."""
 
-    def __init__(self, fleet: Fleet, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, fleet: Fleet, watch: IngressWatch, clock: Callable[[], float] = time.monotonic) -> None:
         self._fleet = fleet
+        self._watch = watch
         self._clock = clock
         self._last: dict[str, tuple[float, ReplicaView]] = {}
         self._num_watching = 0
@@ -60,7 +62,7 @@ class Observatory:
         self._last = {name: kept for name, kept in self._last.items() if now_s - kept[0] <= REMEMBERED_S}
         seen = [Seen(view, 0.0 if name in answering else now_s - at_s) for name, (at_s, view) in self._last.items()]
         models = [model.name for model in self._fleet.models]
-        return compose(models, seen, scaling, JOURNAL.newest(NUM_DECISIONS), time.time())
+        return compose(models, seen, scaling, JOURNAL.newest(NUM_DECISIONS), time.time(), self._watch.failures)
 
     async def _keep_looking(self) -> None:
         while self._num_watching:

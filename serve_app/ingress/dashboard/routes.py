@@ -27,6 +27,7 @@ from serve_app.ingress.dashboard.observatory import Observatory
 from serve_app.ingress.dashboard.trial import TrialShape
 from serve_app.ingress.fleet import Fleet
 from serve_app.ingress.generation_routes import Generation
+from serve_app.ingress.observing import IngressWatch
 from serve_app.ingress.openai_types import ChatCompletionRequest
 from serve_app.ingress.scope import key_in
 from serve_app.ingress.translate import chat_call
@@ -37,9 +38,9 @@ _COOKIE_AGE_S = 30 * 24 * 3600
 _MAX_FORM_BYTES = 4096
 
 
-def add_dashboard(app: FastAPI, fleet: Fleet, book: KeyBook, generation: Generation) -> None:
+def add_dashboard(app: FastAPI, fleet: Fleet, book: KeyBook, generation: Generation, watch: IngressWatch) -> None:
     """Add the page, its files, its stream, and the form behind which they are."""
-    observatory = Observatory(fleet)
+    observatory = Observatory(fleet, watch)
     _add_files(app)
     _add_sign_in(app, book)
 

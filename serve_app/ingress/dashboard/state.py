@@ -14,7 +14,7 @@ from engine.interfaces import EngineStatus, RunningView, SchedulerStats
 from serve_app.autoscaling.journal import ScalingHistory
 from serve_app.routing.decision import Decision
 from serve_app.telemetry.hour import NUM_MINUTES, Minute, added, percentile_s
-from serve_app.telemetry.observer import ReplicaView
+from serve_app.telemetry.observer import Failure, ReplicaView
 
 Json = dict[str, Any]
 NUM_WAITING_SHOWN = 50
@@ -52,8 +52,9 @@ def compose(
     scaling: Mapping[str, ScalingHistory],
     decisions: Sequence[Decision],
     now_unix_s: float,
+    refused: Sequence[Failure] = (),
 ) -> Json:
-    """Return the picture."""
+    """Return the picture. ``refused``: failures that the ingress has seen; of some of them no replica knows."""
     macs = [_mac(each) for each in sorted(seen, key=lambda each: (each.view.status.host, each.view.status.replica_id))]
     hosts = {each.view.status.replica_id: each.view.status.host for each in seen}
     return {
@@ -65,7 +66,7 @@ def compose(
         "waiting": [waiting | {"host": mac["host"]} for mac in macs for waiting in mac["waiting"]][:NUM_WAITING_SHOWN],
         "routing": [_decision(decision, hosts) for decision in decisions[:NUM_DECISIONS_SHOWN]],
         "scaling": _scaling(scaling),
-        "failures": _failures(each.view for each in seen),
+        "failures": _failures([each.view for each in seen], refused),
     }
 
 
@@ -227,6 +228,8 @@ def _scaling(scaling: Mapping[str, ScalingHistory]) -> list[Json]:
     return sorted(noted, key=lambda each: -float(each["at_unix_s"]))[:NUM_DECISIONS_SHOWN]
 
 
-def _failures(views: Iterable[ReplicaView]) -> list[Json]:
+def _failures(views: Iterable[ReplicaView], refused: Sequence[Failure]) -> list[Json]:
     failures = [asdict(failure) | {"host": view.status.host} for view in views for failure in view.failures]
+    known = {failure["request_id"] for failure in failures}
+    failures += [asdict(failure) | {"host": None} for failure in refused if failure.request_id not in known]
     return sorted(failures, key=lambda each: -float(each["at_unix_s"]))[:NUM_FAILURES_SHOWN]

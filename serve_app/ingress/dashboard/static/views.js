@@ -167,7 +167,7 @@ export function scaling(list) {
 export function errors(list) {
   if (!list.length) return [h("p", { class: "empty" }, "None.")];
   return [h("ul", { class: "log" }, list.map((it) => h("li", { "data-key": it.request_id },
-    h("time", {}, f.clock(it.at_unix_s)), h("b", {}, it.code), ` ${it.key_name || "somebody"} on ${it.host}`,
+    h("time", {}, f.clock(it.at_unix_s)), h("b", {}, it.code), ` ${it.key_name || "somebody"}${it.host ? ` on ${it.host}` : ""}`,
     h("small", {}, ` ${it.sentence}`))))];
 }
 
