@@ -55,6 +55,8 @@ def _scheduler(stats: SchedulerStats) -> list[Family]:
         gauge("metalslots_prefill_tokens_per_second", "Measured.", (_NONE, stats.prefill_tokens_per_s)),
         gauge("metalslots_kv_blocks", "Blocks of the KV pool, by use.", *blocks),
         counter("metalslots_steps", "Forward passes.", (_NONE, stats.num_steps)),
+        counter("metalslots_draft_tokens", "Guessed tokens that were tried.", (_NONE, stats.num_draft_tokens)),
+        counter("metalslots_accepted_tokens", "Guesses that came true.", (_NONE, stats.num_accepted_tokens)),
         counter("metalslots_refused_requests", "Refused because the queue was full.", (_NONE, stats.num_refused)),
         counter("metalslots_admission_waves", "Steps that let requests in.", (_NONE, stats.num_admission_waves)),
         counter("metalslots_admissions", "Times that a request got a slot.", (_NONE, stats.num_admissions)),
