@@ -17,7 +17,8 @@ from engine.mlx_backend.paged_cache import LayerShape
 from engine.mlx_backend.probe import prove_form
 from engine.mlx_backend.step_model import StepForm
 from tests.mlx.tiny_models import tiny_model
-from tests.model_zoo import NOT_BUILT, module_names
+from tests.model_zoo import module_names
+from tests.model_zoo_configs import NOT_BUILT
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 _BEGIN, _END = "<!-- table: python -m tests.mlx.model_table --write -->", "<!-- end of table -->"

@@ -9,7 +9,8 @@ from typing import Any
 from engine.mlx_backend.loaded_model import LoadedModel
 from engine.mlx_backend.loader import describe_model
 from engine.model_source import ModelSource
-from tests.model_zoo import CONFIG, build
+from tests.model_zoo import build
+from tests.model_zoo_configs import CONFIG
 
 __all__ = ["CONFIG", "build", "tiny_model"]
 
