@@ -72,11 +72,11 @@ def prove_form(loaded: LoadedModel) -> LoadedModel:
     for form in forms_for(loaded.layout):
         tried = dataclasses.replace(loaded, form=form, form_reason=reason)
         try:
-            _check(tried, sequences)
+            notes = _check(tried, sequences)
         except UnsupportedModelError as error:
             reason = reason or error.message
         else:
-            return tried
+            return _disclosing(tried, notes)
     raise AssertionError("the last form is mlx-lm's own")
 
 
@@ -86,14 +86,13 @@ def guess_form(loaded: LoadedModel) -> LoadedModel:
     reason = loaded.form_reason
     for form in forms_for(loaded.layout):
         tried = dataclasses.replace(loaded, form=form, form_reason=reason)
-        if form is StepForm.SINGLE:
-            return tried
         try:
-            _Run(tried, sequences).build_all()
+            if form is not StepForm.SINGLE:
+                _Run(tried, sequences).build_all()
         except UnsupportedModelError as error:
             reason = reason or error.message
         else:
-            return tried
+            return _disclosing(tried)
     raise AssertionError("the last form is mlx-lm's own")
 
 
@@ -102,9 +101,20 @@ def check_parity(loaded: LoadedModel) -> None:
     _check(loaded, _by_mlx_lm(loaded))
 
 
-def _check(loaded: LoadedModel, sequences: _Sequences) -> None:
+def _disclosing(loaded: LoadedModel, notes: tuple[str, ...] = ()) -> LoadedModel:
+    """``loaded`` saying what its form costs the people who use it."""
     if loaded.form is StepForm.SINGLE:
-        return
+        notes += (f"This model is served to one person at a time. {loaded.form_reason}",)
+    elif loaded.form is StepForm.SERIAL:
+        notes += (f"This model's slots are computed one after another and gain no speed. {loaded.form_reason}",)
+    facts = dataclasses.replace(loaded.facts, disclosures=(*loaded.facts.disclosures, *notes))
+    return dataclasses.replace(loaded, facts=facts)
+
+
+def _check(loaded: LoadedModel, sequences: _Sequences) -> tuple[str, ...]:
+    """Raises UnsupportedModelError. Returns what could not be checked, as sentences."""
+    if loaded.form is StepForm.SINGLE:
+        return ()
     run = _Run(loaded, sequences.tokens)
     try:
         logits = run.all_logits()
@@ -112,7 +122,7 @@ def _check(loaded: LoadedModel, sequences: _Sequences) -> None:
             _compare(loaded, run, sequences, index, ours)
     finally:
         run.model.close()
-    _check_windows(loaded, sequences.seconds_per_token)
+    return _check_windows(loaded, sequences.seconds_per_token)
 
 
 def _random_tokens(loaded: LoadedModel) -> tuple[list[int], ...]:
@@ -254,14 +264,14 @@ def _compare(loaded: LoadedModel, run: _Run, sequences: _Sequences, index: int, 
     )
 
 
-def _check_windows(loaded: LoadedModel, seconds_per_token: float) -> None:
+def _check_windows(loaded: LoadedModel, seconds_per_token: float) -> tuple[str, ...]:
     """One sequence that outgrows the longest window, where the short ones did not and the time allows."""
     window = max((layer.window or 0 for layer in loaded.layers), default=0)
     num_tokens = window + _BLOCK_SIZE_TOKENS + 1
     if max(_LENGTHS) >= num_tokens or num_tokens > loaded.facts.max_model_len:
-        return
+        return ()
     if 2 * num_tokens * seconds_per_token > _LONG_LIMIT_S:
-        return
+        return (f"Whether slots are right beyond the window of {window} tokens was not checked: too slow here.",)
     tokens = np.random.default_rng(2).integers(0, loaded.facts.vocab_size, num_tokens).tolist()
     num_blocks = -(-num_tokens // _BLOCK_SIZE_TOKENS)
     model = loaded.step_model(
@@ -284,6 +294,7 @@ def _check_windows(loaded: LoadedModel, seconds_per_token: float) -> None:
             f"beyond the window of {window} tokens: logits by {distance:.2g} (relative).",
             _FIX,
         )
+    return ()
 
 
 def _flat(caches: Sequence[Any]) -> list[Any]:

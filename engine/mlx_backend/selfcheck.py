@@ -35,7 +35,6 @@ from engine.mlx_backend.kernels.launch import gpu_factory, gpu_target
 from engine.mlx_backend.kernels.tiling import TUNINGS
 from engine.mlx_backend.loaded_model import LoadedModel
 from engine.mlx_backend.loader import load_model
-from engine.mlx_backend.probe import check_parity
 from engine.mlx_backend.runners import check_kernels, make_runner
 from engine.mlx_backend.step_check import steps_trial
 from engine.mlx_backend.step_model import StepForm
@@ -67,7 +66,7 @@ def findings(model: str, backend: str = "auto") -> Iterator[Finding]:
         yield _limits(chosen)
         yield _blas(chosen)
         started_s = time.perf_counter()
-        loaded = load_model(resolve_model(model), backend=chosen, parity="off")
+        loaded = load_model(resolve_model(model), backend=chosen)
     except StartupError as error:
         yield Finding("model", "fail", error.message, error.fix)
         return
@@ -131,12 +130,12 @@ def _blas(backend: Literal["metal", "cuda", "cpu"]) -> Finding:
 
 
 def _parity(loaded: LoadedModel) -> Iterator[Finding]:
-    try:
-        check_parity(loaded)
-    except StartupError as error:
-        yield Finding("parity", "fail", error.message, error.fix)
+    if loaded.form is StepForm.SINGLE:
+        detail = f"only one sequence at a time gives mlx-lm's own logits. {loaded.form_reason}"
+        yield Finding("parity", "warn", detail, "write `slots: 1`, or choose another model")
         return
-    yield Finding("parity", "pass", f"{loaded.form.value} steps give mlx-lm's own logits")
+    why = f" (not packed: {loaded.form_reason})" if loaded.form_reason else ""
+    yield Finding("parity", "pass", f"{loaded.form.value} steps give mlx-lm's own logits{why}")
 
 
 def _kernels(loaded: LoadedModel) -> Iterator[Finding]:

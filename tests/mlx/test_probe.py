@@ -35,6 +35,7 @@ def test_the_first_right_form_is_taken(architecture: str, form: str, reason: str
     assert loaded.form.value == form
     assert reason in loaded.form_reason
     assert bool(reason) == bool(loaded.form_reason)
+    assert bool(loaded.facts.disclosures) == (form in ("serial", "single"))
 
 
 def test_unchecked_the_first_form_that_can_be_built_is_taken() -> None:
@@ -73,6 +74,12 @@ def test_a_model_that_fails_in_a_step_is_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(paged_cache, "attend", fail)
     with pytest.raises(UnsupportedModelError, match="ValueError: offset must be an int"):
         check_parity(tiny_model("qwen3"))
+
+
+def test_a_window_that_would_take_too_long_to_outgrow_is_disclosed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "_LONG_LIMIT_S", 0.0)
+    loaded = prove_form(tiny_model("gemma3_text", sliding_window=64))
+    assert any("beyond the window of 64 tokens was not checked" in note for note in loaded.facts.disclosures)
 
 
 # --- deliberately broken copies --------------------------------------------------------------------------------------
