@@ -28,7 +28,7 @@ export function figures({ now, hour }) {
     figure("Slots in use", [f.count(now.running), h("small", {}, ` of ${f.count(now.slots)}`)],
       h("span", { class: "meter", "aria-hidden": "true" },
         h("i", { style: { width: `${now.slots ? (100 * now.running) / now.slots : 0}%` } }))),
-    figure("Waiting", f.count(now.waiting), f.newcomer(now.predicted_wait_s), now.waiting > 0 && "busy"),
+    figure("Waiting", f.count(now.waiting), `newcomer: ${startsIn(now.predicted_wait_s)}`, now.waiting > 0 && "busy"),
     figure("First token", f.seconds(hour.ttft_s.p50), `p95 ${f.seconds(hour.ttft_s.p95)} · last hour`),
     figure("Between tokens", f.seconds(hour.gap_s.p50), `p95 ${f.seconds(hour.gap_s.p95)} · last hour`),
     figure("Found in cache", f.percent(hour.cached_tokens, hour.prompt_tokens),
@@ -36,6 +36,10 @@ export function figures({ now, hour }) {
     figure("Errors", f.count(hour.failed), `of ${f.plural(hour.calls, "call", "calls")} · last hour`,
       hour.failed > 0 && "bad"),
   ];
+}
+
+function startsIn(seconds) {
+  return seconds != null && seconds < 0.05 ? "at once" : f.seconds(seconds);
 }
 
 function figure(name, value, note, mood) {
@@ -56,7 +60,7 @@ function mac(it) {
       h("h3", {}, it.host, h("small", {}, ` ${it.model}`)),
       h("span", { class: `pill ${mood}` }, state)),
     it.last_failure && it.restarts > 0 && h("p", { class: "note" }, `Restarted ${it.restarts}×: ${it.last_failure}`),
-    h("ol", { class: "slots", "aria-label": `Slots of ${it.host}` }, it.slots.map(slot)),
+    h("ol", { class: `slots ${it.slots.length > 16 ? "many" : ""}`, "aria-label": `Slots of ${it.host}` }, it.slots.map(slot)),
     h("dl", { class: "facts" },
       fact("writing", `${f.rate(it.tokens_per_s)} tok/s`),
       fact("waiting", it.num_waiting ? reasons(it.waiting_on) : "nobody"),
