@@ -105,7 +105,8 @@ class MlxModelRunner:
         )
         self._last_tokens = mx.zeros((slots,), mx.int32)
         self._clock = StepClock()
-        self._overlaps = loaded.backend == "cpu" and loaded.form is not StepForm.SINGLE
+        # A step that was built while a packed pool was being read has been seen to copy one of its arrays.
+        self._overlaps = loaded.backend == "cpu" and loaded.form is not StepForm.SINGLE and kv_bits is None
         self._chunk_in_flight = False
 
     @property
@@ -116,8 +117,8 @@ class MlxModelRunner:
     @property
     def max_steps_in_flight(self) -> int:
         """Two on the CPU, so that a decode step is prepared while another computes; one while a prompt chunk computes,
-        so that a request that arrives then need not wait for two long steps. One on a GPU: pools are written by indexed
-        assignment, which is in place there only between finished steps."""
+        so that a request that arrives then need not wait for two long steps. One on a GPU and with
+        ``kv_bits``: pools are written by indexed assignment, which is in place there only between finished steps."""
         return 2 if self._overlaps and not self._chunk_in_flight else 1
 
     @property

@@ -152,6 +152,23 @@ def test_every_form_of_steps_and_prefix_hits(architecture: str) -> None:
     core.close()
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+def test_steps_write_the_pool_in_place(bits: int) -> None:
+    loaded, num_blocks = wide_model(), 20_000
+    runner = MlxModelRunner(loaded, num_blocks=num_blocks, block_size=16, slots=4, max_chunk_tokens=64, kv_bits=bits)
+    assert runner.max_steps_in_flight == 1
+    driver = Driver(runner, num_blocks, 16)
+    sequences = [Sequence(str(index), list(range(5, 45))) for index in range(3)]
+    driver.step([(sequence, 40) for sequence in sequences])
+    before_bytes = mx.get_active_memory()
+    mx.reset_peak_memory()
+    for _ in range(20):
+        driver.step([(sequence, 1) for sequence in sequences])
+    layer_bytes = num_blocks * 16 * loaded.kv_bytes_per_token(mx.float32, bits) // loaded.facts.num_layers
+    assert mx.get_peak_memory() - before_bytes < layer_bytes / 20
+    runner.close()
+
+
 def test_vectors_that_are_no_whole_groups_are_refused() -> None:
     check_kv_bits([SHAPE], 8)
     check_kv_bits([LayerShape(1, 80, 80)], None)
