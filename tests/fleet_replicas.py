@@ -72,7 +72,7 @@ class FleetReplica(MetalReplica):
             block_size=BLOCK_SIZE,
             max_model_len=MAX_MODEL_LEN,
             eos_token_ids=runner.facts.eos_token_ids,
-            max_waiting_requests=64,
+            max_waiting_requests=self._model.engine.max_waiting_requests,
             prefix_cache=self._model.engine.prefix_cache,
             max_steps_in_flight=runner.max_steps_in_flight,
         )
