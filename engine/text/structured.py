@@ -122,6 +122,9 @@ class GrammarCompiler:
             raise InvalidParameterError(
                 f"The {grammar.kind} cannot be read: {_first_line(str(error))}.", grammar.param
             ) from error
+        if not matcher.is_error():
+            # That no answer could even begin shows only when it is asked what may come first.
+            matcher.compute_bitmask()
         if matcher.is_error():
             reason, place = _first_line(matcher.get_error()), ""
             if grammar.kind == "json_schema":

@@ -256,3 +256,9 @@ def test_threads_may_share_a_compiler() -> None:
 
     with ThreadPoolExecutor(16) as pool:
         assert all(pool.map(work, range(200)))
+
+
+@pytest.mark.parametrize("text", ["start: start", "start: a\na: b\nb: a", 'start: x\nx: x "a"'])
+def test_a_grammar_in_which_no_answer_begins_is_refused(text: str) -> None:
+    with pytest.raises(InvalidParameterError, match="cannot be followed"):
+        compiler().check(Grammar("grammar", text, "structured_outputs"))
