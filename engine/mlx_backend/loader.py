@@ -80,7 +80,7 @@ def describe_model(
         architecture=architecture,
         vocab_size=seen.vocab_size,
         max_model_len=_context_length(config, max_model_len),
-        num_layers=len(layers),
+        num_layers=len(seen.layout.entries) if seen.layout is not None else 0,
         kv_bytes_per_token=values_per_token * compute_dtype.size,
         weights_bytes=sum(array.nbytes for array in _arrays(model)),
         eos_token_ids=_eos_token_ids(config),
