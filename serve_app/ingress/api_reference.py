@@ -1,6 +1,7 @@
 """Writes docs/api.md: every field of every endpoint, from the models that check the requests.
 
-Owns: the tables. Must not know: what a field does; the models say it (``x-support``, types, ranges).
+Owns: the tables, and what was tried on the whole way. Must not know: what a field does; the models say it
+(``x-support``, types, ranges).
 
     python -m serve_app.ingress.api_reference > docs/api.md
 """
@@ -40,6 +41,27 @@ and the closest known name.
 `/v1/messages/count_tokens` takes the fields of `/v1/messages` that shape the prompt. `/v1/embeddings` is answered by
 models that give embeddings (`embeddings` in the engine's configuration) and refused with 400 by the others.
 """
+_TRIED = """\
+## What was tried
+
+On Linux on the CPU, with the demo model; nothing of it on a Mac yet.
+
+- `python -m tests.conversations` holds a scripted conversation with each of OpenAI's client, Anthropic's, and
+  LangChain's ChatOpenAI through Ray: text whole and streamed, forced calls and their results, strict schemas, stop
+  strings, log-probabilities, leaving in mid-answer. CI holds them, too.
+- `python -m tests.fuzz_bodies --url URL --model demo --parallel 4 --count 2500`, with seeds 0, 100, 200 and 300,
+  against `metalslots serve --slots 4`: 10,000 bodies of wrong types, huge numbers, deep nesting, broken UTF-8,
+  truncated JSON and 20 MB. 403 were answered; 9,556 got 400, 25 got 404, 16 got 413; no 5xx, no hang, and the good
+  request after every 50th and every large one was answered. A first round had found one 500, a grammar in which no
+  answer can begin.
+- `python -m tests.mlx.strict_demo`, in parts of 50: 200 seeded strict requests over 20 schemas, four at a time, 9,371
+  tokens: all valid. The 555 plain answers of up to 44 tokens that were made beside them, greedy and sampled, are what
+  they are alone.
+- What a schema costs (the same command, alternating rounds of four answers at a time with and without one, on a machine
+  that was not idle): 49.8 against 44.2 ms of the four for each token, 1.13 times as long at the median. Of this the
+  mask itself is 13 us (`python -m tests.mlx.strict_schemas`). Beside plain answers a strict one gets a token in every
+  second step, because its next mask needs the token before; the plain ones get theirs in each.
+"""
 _RANGES = {
     "minimum": "at least {}",
     "exclusiveMinimum": "above {}",
@@ -55,7 +77,7 @@ _RANGES = {
 
 def markdown() -> str:
     """The whole page."""
-    return "\n".join([_INTRODUCTION, *(_endpoint(name, model) for name, model in ENDPOINTS)])
+    return "\n".join([_INTRODUCTION, *(_endpoint(name, model) for name, model in ENDPOINTS), _TRIED])
 
 
 def _endpoint(name: str, model: type[BaseModel]) -> str:
