@@ -58,9 +58,9 @@ def _keeps(loaded: LoadedModel) -> str:
 
 
 def _kind(layer: LayerShape) -> str:
-    if layer.num_kv_heads == 1 and layer.k_head_dim != layer.v_head_dim:
-        return "latent"
-    return "window" if layer.window else "full"
+    if layer.window:
+        return "window"
+    return "latent" if layer.num_kv_heads == 1 and layer.k_head_dim != layer.v_head_dim else "full"
 
 
 def _without_numbers(reason: str) -> str:
