@@ -50,7 +50,7 @@ def test_demo_prompt(demo: Tokenizer) -> None:
     row = demo.apply_chat_template([{"role": "user", "content": "Hi 123"}])
     assert row[:3] == [1, 9690, 198]
     assert [demo.token_bytes(token_id) for token_id in demo.encode("Hi 123")] == [b"Hi", b" ", b"1", b"2", b"3"]
-    assert (demo.vocab_size, demo.eos_token_ids, demo.has_chat_template) == (49152, (2,), True)
+    assert (demo.vocab_size, demo.eos_token_ids, demo.has_chat_template) == (49152, (2, 0), True)
 
 
 @pytest.mark.parametrize("text", HARD_TEXTS)
