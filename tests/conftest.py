@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import logging
 import os
 import platform
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -47,6 +49,13 @@ def _missing_device(tier: str) -> str | None:
     if tier == "metal" and (sys.platform, platform.machine()) != ("darwin", "arm64"):
         return "needs a Mac with Apple silicon"
     return None
+
+
+@pytest.fixture(autouse=True)
+def _logging_enabled() -> Iterator[None]:
+    """Commands of the command line silence what others log, for their process; here other tests share it."""
+    yield
+    logging.disable(logging.NOTSET)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
