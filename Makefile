@@ -61,8 +61,8 @@ serve: $(STAMP) ## start the endpoint on http://127.0.0.1:8000 and ask it one qu
 
 # Two files at a time: most tests wait, or compute on one core. Those with a Ray of their own come last. 5: none chosen.
 test: lint ## lint, types, import contracts, then every test (pytest's options: ARGS="-k router")
-	@$(VENV)/bin/python -m pytest --numprocesses=2 --dist=loadfile --durations=10 -m "not serve" $(ARGS) || [ $$? = 5 ]
-	@$(VENV)/bin/python -m pytest --numprocesses=2 --dist=loadfile --durations=10 -m serve $(ARGS) || [ $$? = 5 ]
+	@$(VENV)/bin/python -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder --durations=10 -m "not serve" $(ARGS) || [ $$? = 5 ]
+	@$(VENV)/bin/python -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder --durations=10 -m serve $(ARGS) || [ $$? = 5 ]
 
 lint: $(STAMP) ## ruff, mypy --strict and the import contracts
 	@$(VENV)/bin/ruff check

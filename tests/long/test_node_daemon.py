@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -98,7 +99,8 @@ def run(folder: Path, installation: Installation) -> Iterator[Running]:
             children = psutil.Process(running.process.pid).children(recursive=True)
         running.process.kill()
         for child in children:
-            child.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
         running.process.communicate()
 
 
