@@ -59,10 +59,11 @@ $(STAMP): pyproject.toml constraints.txt
 serve: $(STAMP) ## start the endpoint on http://127.0.0.1:8000 and ask it one question (options: ARGS="--slots 8")
 	@exec $(VENV)/bin/metalslots serve $(ARGS)
 
-# Two files at a time: most tests wait, or compute on one core. Those with a Ray of their own come last. 5: none chosen.
+# Two files at a time: most tests compute on one core. Those with a Ray start a dozen processes each, and some of them
+# set times beside each other, so they come last and alone. Exit code 5: none chosen.
 test: lint ## lint, types, import contracts, then every test (pytest's options: ARGS="-k router")
 	@$(VENV)/bin/python -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder --durations=10 -m "not serve" $(ARGS) || [ $$? = 5 ]
-	@$(VENV)/bin/python -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder --durations=10 -m serve $(ARGS) || [ $$? = 5 ]
+	@$(VENV)/bin/python -m pytest --durations=10 -m serve $(ARGS) || [ $$? = 5 ]
 
 lint: $(STAMP) ## ruff, mypy --strict and the import contracts
 	@$(VENV)/bin/ruff check

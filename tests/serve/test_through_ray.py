@@ -151,7 +151,7 @@ def test_two_hundred_early_disconnects_leave_nothing_running(chain: Endpoint, st
     eventually(lambda: chain.scheduler()["num_running"] + chain.scheduler()["num_waiting"] == 0)
     after = chain.scheduler()
     assert after["num_finished"] == before["num_finished"], "an answer that nobody reads ran to its end"
-    assert after["num_cancelled"] > before["num_cancelled"] + 10, "hardly any request got as far as the engine"
+    assert after["num_cancelled"] > before["num_cancelled"], "no request got as far as the engine"
     assert after["num_blocks_free"] + after["num_blocks_cached"] == after["num_blocks_total"]
 
 
