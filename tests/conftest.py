@@ -53,9 +53,12 @@ def _missing_device(tier: str) -> str | None:
 
 @pytest.fixture(autouse=True)
 def _logging_enabled() -> Iterator[None]:
-    """Commands of the command line silence what others log, for their process; here other tests share it."""
+    """Commands and import-linter silence loggers for their process; here other tests share it."""
     yield
     logging.disable(logging.NOTSET)
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger):
+            logger.disabled = False
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
