@@ -5,6 +5,7 @@ Owns: joining the HTTP application to the handles of the replicas. Must not know
 
 from __future__ import annotations
 
+import asyncio
 import platform
 import time
 from collections.abc import Mapping
@@ -23,7 +24,7 @@ from serve_app.ingress.http_app import HttpSettings, build_http_app
 from serve_app.ingress.ledger import Door, LocalDoor, SharedDoor, lease_s
 from serve_app.ingress.observing import IngressWatch
 from serve_app.telemetry.logs import configure_logs
-from serve_app.telemetry.tracing import tracing_from_environment
+from serve_app.telemetry.tracing import Tracing, tracing_from_environment
 
 
 @serve.ingress()
@@ -39,8 +40,8 @@ class Ingress:
         self._host = platform.node()
         self._node_id = ray.get_runtime_context().get_node_id()
         configure_logs(config.logs, f"{INGRESS_NAME}-{self._node_id[:8]}")
-        tracing = tracing_from_environment(service__instance__id=self._node_id, host__name=self._host)
-        self._watch = IngressWatch(tracing.tracer if tracing else None)
+        self._tracing = tracing_from_environment(service__instance__id=self._node_id, host__name=self._host)
+        self._watch = IngressWatch(self._tracing.tracer if self._tracing else None)
         scaled = {model.name: model.deployment_name for model in config.models if model.scaling is not None}
         self._fleet = ServeFleet(models, handles, config.ingress.status_timeout_s, _all_ingresses, scaled)
         self._heartbeat = Heartbeat(self._fleet.statuses, config.ingress.heartbeat_s)
@@ -74,6 +75,13 @@ class Ingress:
     def deployments(self) -> dict[str, str]:
         """Return the deployment of each model by name and alias, for callers that come by handle and not by HTTP."""
         return {name: model.deployment_name for model in self._config.models for name in (model.name, *model.aliases)}
+
+    async def __del__(self) -> None:
+        # Serve calls this once when the ingress is to stop, after open requests had their time. A constructor that
+        # raised leaves no tracing.
+        tracing: Tracing | None = getattr(self, "_tracing", None)
+        if tracing is not None:
+            await asyncio.to_thread(tracing.close)
 
 
 def _all_ingresses() -> Any:
