@@ -204,7 +204,8 @@ class Deltas:
 class ReplicaStatus:
     """What one replica says of itself. ``ready``: a request would be computed now. ``engine`` None: not known.
 
-    ``draining``: it takes nothing new.
+    ``draining``: it takes nothing new. ``silent_s``: seconds since anything was heard of one that does not answer; what
+    else is said of it then is what it said last, or nothing. 0 for one that answers.
     """
 
     replica_id: str
@@ -215,3 +216,4 @@ class ReplicaStatus:
     num_open_calls: int
     engine: EngineStatus | None = None
     draining: bool = False
+    silent_s: float = 0.0

@@ -197,7 +197,7 @@ class Fleet:
             found: list[Mapping[str, Any]] = httpx.get(f"{self.url}/status", timeout=10).json()["replicas"]
         except (httpx.HTTPError, ValueError, KeyError):
             return []
-        return found
+        return [replica for replica in found if not replica["silent_s"]]
 
     def wait_for_nodes(self, num: int) -> None:
         """Wait until ``num`` nodes are alive, and no more."""

@@ -7,15 +7,17 @@ other data paths stand in for Ray Serve there.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from serve_app.autoscaling import journal
 from serve_app.autoscaling.journal import ScalingHistory
 from serve_app.errors import ModelUnknownError
 from serve_app.protocol import Deltas, GenerateCall, ReplicaStatus
+from serve_app.routing.journal import JOURNAL
 from serve_app.routing.stream import ReplicaStream
 from serve_app.telemetry.families import Family
 from serve_app.telemetry.observer import ReplicaFamilies, ReplicaView
@@ -56,15 +58,15 @@ class Fleet(Protocol):
         ...
 
     async def statuses(self) -> Sequence[ReplicaStatus]:
-        """Return what every replica that answers in time says of itself."""
+        """Return what every replica says of itself, and of those that do not answer in time for how long."""
         ...
 
     async def views(self) -> Sequence[ReplicaView]:
-        """Return what they show of themselves to people."""
+        """Return what they show of themselves to people; of those that do not answer only their status."""
         ...
 
     async def families(self) -> Sequence[ReplicaFamilies]:
-        """Return what they show to Prometheus."""
+        """Return what those that answer show to Prometheus."""
         ...
 
     async def ingress_families(self) -> Sequence[IngressFamilies]:
@@ -101,6 +103,7 @@ class ServeFleet:
         self._models = tuple(models)
         self._handles = handles
         self._status_timeout_s = status_timeout_s
+        self._said_last: dict[str, ReplicaStatus] = {}
 
     @property
     def models(self) -> Sequence[ServedModel]:
@@ -112,15 +115,19 @@ class ServeFleet:
         return ReplicaStream(self._handles[call.model], call)
 
     async def statuses(self) -> Sequence[ReplicaStatus]:
-        """Return what every replica that answers in time says of itself."""
-        return await self._ask_all("status", ReplicaStatus)
+        """Return what every replica says of itself, and of those that do not answer in time for how long."""
+        asked = self._present()
+        answers = await self._ask_all("status", ReplicaStatus)
+        return [*answers, *self._silent(asked, answers)]
 
     async def views(self) -> Sequence[ReplicaView]:
-        """Return what they show of themselves to people."""
-        return await self._ask_all("view", ReplicaView)
+        """Return what they show of themselves to people; of those that do not answer only their status."""
+        asked = self._present()
+        answers = await self._ask_all("view", ReplicaView)
+        return [*answers, *map(ReplicaView, self._silent(asked, [answer.status for answer in answers]))]
 
     async def families(self) -> Sequence[ReplicaFamilies]:
-        """Return what they show to Prometheus."""
+        """Return what those that answer show to Prometheus."""
         return await self._ask_all("metrics", ReplicaFamilies)
 
     async def ingress_families(self) -> Sequence[IngressFamilies]:
@@ -137,20 +144,35 @@ class ServeFleet:
         return [answer for of_model in answers for answer in of_model]
 
     async def _ask(self, handle: Any, method: str, kind: type[T]) -> list[T]:
-        # Not routed like a request: it must get through when every place in every queue is taken.
+        """Return the answers that come in time."""
         try:
             async with asyncio.timeout(self._status_timeout_s):
-                found = await handle.broadcast(method).results_async(return_exceptions=True)
+                # Not routed like a request: it must get through when every place in every queue is taken. Serve's own
+                # `results_async` gives all answers or none, so a replica that hangs would hide the others.
+                asked = await handle.broadcast(method)._fetch_replica_results_async()
         except Exception:
-            # No replica at all, or one that hangs and spoils the round for all: ask for any that answers.
-            return await self._ask_any(handle, method)
+            return []  # there is no replica
+        answering = [asyncio.ensure_future(answer.get_async()) for answer in asked]
+        try:
+            await asyncio.wait(answering, timeout=self._status_timeout_s)
+        finally:
+            for answer, task in zip(asked, answering, strict=True):
+                if task.cancel():
+                    answer.cancel()
+        found = await asyncio.gather(*answering, return_exceptions=True)
         return [answer for answer in found if isinstance(answer, kind)]
 
-    async def _ask_any(self, handle: Any, method: str) -> list[Any]:
-        response = handle.options(method_name=method).remote()
-        try:
-            async with asyncio.timeout(self._status_timeout_s):
-                return [await response]
-        except Exception:
-            response.cancel()
-            return []
+    def _present(self) -> set[str]:
+        return {name for handle in self._handles.values() for name in JOURNAL.present(handle.deployment_name)}
+
+    def _silent(self, asked: set[str], answers: Sequence[ReplicaStatus]) -> Iterator[ReplicaStatus]:
+        """Yield those of the replicas ``asked`` that are still there and have not answered."""
+        said, self._said_last = self._said_last, {answer.replica_id: answer for answer in answers}
+        for model, handle in self._handles.items():
+            for name, presence in JOURNAL.present(handle.deployment_name).items():
+                if name not in asked or name in self._said_last:
+                    continue
+                last = said.get(name) or ReplicaStatus(name, presence.node_id, "", model, False, 0)
+                self._said_last[name] = last
+                silent_s = max(self._status_timeout_s, time.monotonic() - presence.heard_s)
+                yield replace(last, ready=False, engine=None, silent_s=silent_s)

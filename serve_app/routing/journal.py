@@ -8,21 +8,31 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from serve_app.routing.decision import Decision, DecisionLog
 
 NUM_LOST_KEPT = 1024
 
 
+@dataclass(frozen=True, slots=True)
+class Presence:
+    """A replica that Serve counts among the running ones. ``heard_s``: its newest report, in monotonic seconds."""
+
+    node_id: str
+    heard_s: float
+
+
 class Journal:
-    """Decisions by request, and the requests whose replica no longer answers anybody."""
+    """Decisions by request, the requests whose replica no longer answers anybody, and which replicas there are."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._decisions = DecisionLog()
         self._lost: OrderedDict[str, None] = OrderedDict()
         self._cancels: dict[str, Callable[[], None]] = {}
+        self._present: dict[str, Mapping[str, Presence]] = {}
 
     def note(self, decision: Decision) -> None:
         """Keep ``decision``."""
@@ -66,6 +76,16 @@ class Journal:
             is_lost = request_id in self._lost
             self._lost.pop(request_id, None)
             return is_lost
+
+    def note_present(self, deployment: str, replicas: Mapping[str, Presence]) -> None:
+        """These are the replicas of ``deployment``, by name."""
+        with self._lock:
+            self._present[deployment] = replicas
+
+    def present(self, deployment: str) -> Mapping[str, Presence]:
+        """Return the replicas of ``deployment``; none before this process has asked any of them anything."""
+        with self._lock:
+            return self._present.get(deployment, {})
 
 
 JOURNAL = Journal()

@@ -66,6 +66,7 @@ class MetalRouter(RequestRouter):
             self._take_report(name, replica, now_s)
         for name in set(self._policy.replicas) - present.keys():
             self._remove(name)
+        self._tell_who_is_there()
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -123,6 +124,7 @@ class MetalRouter(RequestRouter):
         """Serve calls this when it finds a replica dead before its controller does."""
         super().on_replica_actor_died(replica_id)
         self._remove(replica_id.unique_id)
+        self._tell_who_is_there()
 
     def on_replica_actor_unavailable(self, replica_id: ReplicaID) -> None:
         """Serve calls this when a replica could not be reached."""
@@ -148,6 +150,14 @@ class MetalRouter(RequestRouter):
             watched.gone = True
             watched.left.update(self._policy.open_at(name))
         self._policy.remove(name)
+
+    def _tell_who_is_there(self) -> None:
+        present = {
+            name: journal.Presence(watched.replica.node_id, watched.heard_s)
+            for name, watched in self._watched.items()
+            if not watched.gone
+        }
+        journal.JOURNAL.note_present(self._deployment_id.name, present)
 
     async def _watch_over_calls(self) -> None:
         """Give up calls at replicas that neither report nor answer: a machine that sleeps closes no connection."""

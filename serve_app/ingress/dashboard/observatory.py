@@ -57,9 +57,17 @@ class Observatory:
         """Return a picture of this moment."""
         views, scaling = await asyncio.gather(self._fleet.views(), self._fleet.scaling())
         now_s = self._clock()
-        answering = {view.status.replica_id for view in views}
-        self._last.update({view.status.replica_id: (now_s, view) for view in views})
-        self._last = {name: kept for name, kept in self._last.items() if now_s - kept[0] <= REMEMBERED_S}
+        answering = {view.status.replica_id: (now_s, view) for view in views if not view.status.silent_s}
+        silent = {view.status.replica_id: view for view in views if view.status.silent_s}
+        self._last.update(answering)
+        for name, view in silent.items():
+            # What it showed when it answered is worth more than that it does not.
+            self._last.setdefault(name, (now_s - view.status.silent_s, view))
+        self._last = {
+            name: (at_s, view)
+            for name, (at_s, view) in self._last.items()
+            if now_s - at_s <= REMEMBERED_S or name in silent
+        }
         seen = [Seen(view, 0.0 if name in answering else now_s - at_s) for name, (at_s, view) in self._last.items()]
         models = [model.name for model in self._fleet.models]
         return compose(models, seen, scaling, JOURNAL.newest(NUM_DECISIONS), time.time(), self._watch.failures)

@@ -91,7 +91,8 @@ def _mac(seen: Seen) -> Json:
     stats = engine.scheduler if engine else None
     return {
         "replica": status.replica_id,
-        "host": status.host,
+        # Of one that has never answered no more is known than where it is.
+        "host": status.host or status.node_id[:8],
         "model": status.model,
         "answers": seen.age_s == 0,
         "silent_s": seen.age_s,
