@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+
+from serve_app.trust import untrusted
 
 MAX_ERROR_TEXT = 300
 
@@ -47,21 +50,28 @@ class Answer:
 
 
 class StreamClient:
-    """Posts requests to one endpoint over as many connections as are needed. Use as an async context manager."""
+    """Posts requests to one endpoint over as many connections as are needed. Use as an async context manager.
 
-    def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = 600.0) -> None:
+    ``trust``: whom it believes over HTTPS; None: whom the system believes.
+    """
+
+    def __init__(
+        self, url: str, *, api_key: str | None = None, timeout_s: float = 600.0, trust: ssl.SSLContext | None = None
+    ) -> None:
         headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
         if api_key:
             headers["Authorization"] = f"Bearer {api_key}"
         self._url = url
         self._headers = headers
+        self._trust = trust
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> StreamClient:
         # limit=0: a connection pool with a bound would queue requests inside the client and call it server time.
+        connector = aiohttp.TCPConnector(limit=0, ssl=self._trust or True)
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), headers=self._headers, timeout=self._timeout, trust_env=False
+            connector=connector, headers=self._headers, timeout=self._timeout, trust_env=False
         )
         return self
 
@@ -87,7 +97,7 @@ class StreamClient:
         except TimeoutError:
             record.error = f"no end of the answer after {self._timeout.total:.0f} s"
         except (aiohttp.ClientError, OSError) as error:
-            record.error = f"{type(error).__name__}: {error}"[:MAX_ERROR_TEXT]
+            record.error = str(untrusted(self._url, error) or f"{type(error).__name__}: {error}")[:MAX_ERROR_TEXT]
         except asyncio.CancelledError:
             record.error = "cut off by the time limit of the load"
             raise
@@ -95,17 +105,21 @@ class StreamClient:
             record.ended_s = time.monotonic()
 
 
-async def get_json(url: str, *, api_key: str | None = None, timeout_s: float = 5.0) -> Any:
-    """GET a JSON document, or None when there is none at ``url``."""
+async def get_json(
+    url: str, *, api_key: str | None = None, timeout_s: float = 5.0, trust: ssl.SSLContext | None = None
+) -> Any:
+    """GET a JSON document, or None when there is none at ``url``. Raises UntrustedError."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     try:
         async with (
             aiohttp.ClientSession(timeout=timeout, trust_env=False) as session,
-            session.get(url, headers=headers) as response,
+            session.get(url, headers=headers, ssl=trust or True) as response,
         ):
             return await response.json(content_type=None) if response.status == 200 else None
-    except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
+    except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+        if (refusal := untrusted(url, error)) is not None:
+            raise refusal from error
         return None
 
 

@@ -5,6 +5,7 @@ Owns: starting all of them, measuring them in turn, stopping them. Must not know
 
 from __future__ import annotations
 
+import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,13 +31,17 @@ from serve_app.bench.target import Target
 
 @dataclass(frozen=True, slots=True)
 class PeerOptions:
-    """``our_url``: a running endpoint of ours; None starts one of ``num_slots``. ``peers``: labels."""
+    """``our_url``: a running endpoint of ours; None starts one of ``num_slots``. ``peers``: labels.
+
+    ``trust``: whom to believe over HTTPS.
+    """
 
     model: str
     num_slots: int
     our_url: str | None
     peers: tuple[str, ...]
     log_folder: Path
+    trust: ssl.SSLContext | None = None
 
 
 def measure_peers(options: PeerOptions, plan: BenchPlan, report: Report) -> tuple[RunDocument, ...]:
@@ -48,7 +53,7 @@ def measure_peers(options: PeerOptions, plan: BenchPlan, report: Report) -> tupl
     with started(commands, options.log_folder, options.num_slots, eos_token_ids) as contestants:
         targets = [each.target for each in contestants]
         if options.our_url is not None:
-            targets.insert(0, Target(OURS, options.our_url, num_slots=options.num_slots))
+            targets.insert(0, Target(OURS, options.our_url, num_slots=options.num_slots, trust=options.trust))
         return measure(
             targets,
             plan,

@@ -55,7 +55,8 @@ async def _profile(
 ) -> tuple[Target, Fit]:
     resolved = await resolve_model(target)
     url = resolved.url("completions")
-    async with StreamClient(url, api_key=resolved.api_key, timeout_s=plan.max_load_s) as client:
+    key, trust = resolved.api_key, resolved.trust
+    async with StreamClient(url, api_key=key, timeout_s=plan.max_load_s, trust=trust) as client:
 
         async def send(sessions: Sequence[EncodedSession], num_clients: int) -> LoadRecord:
             return await run_closed(client, sessions, num_clients, plan.max_load_s, lambda: None)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
 from serve_app.bench.client import Answer, StreamClient, StreamRecord, read_answer
@@ -23,7 +24,7 @@ from serve_app.bench.machine import CpuMeter, busy_cores
 from serve_app.bench.plan import BenchPlan, Level
 from serve_app.bench.prompts import PromptWriter, TokenCounter, WrittenSession, encode_body
 from serve_app.bench.results import read_load
-from serve_app.bench.status_probe import watching
+from serve_app.bench.status_probe import SlotSample, watching
 from serve_app.bench.target import Target
 from serve_app.capacity.workload import PlannedSession, plan_session, poisson_arrivals_s
 
@@ -99,7 +100,7 @@ class TargetBench:
         done = _Counter(sum(len(session.calls) for session in sessions), show)
         idle_cores = await busy_cores(self._plan.idle_sample_s)
         meter = CpuMeter(self.target.process_id)
-        async with self._client() as client, watching(self.target.base_url, self.target.api_key) as slots:
+        async with self._client() as client, self._watching() as slots:
             record = await self._send(client, level, seed, sessions, done.one_more)
         result = read_load(record, self._plan.service_level)
         run = LevelRun(level, repeat, seed, result, tuple(slots), meter.used(), idle_cores)
@@ -112,7 +113,11 @@ class TargetBench:
 
     def _client(self) -> StreamClient:
         url = self.target.url(self._plan.workload.endpoint)
-        return StreamClient(url, api_key=self.target.api_key, timeout_s=self._plan.max_level_s)
+        target = self.target
+        return StreamClient(url, api_key=target.api_key, timeout_s=self._plan.max_level_s, trust=target.trust)
+
+    def _watching(self) -> AbstractAsyncContextManager[list[SlotSample]]:
+        return watching(self.target.base_url, self.target.api_key, self.target.trust)
 
     def _written(self, seed: str, session: PlannedSession) -> WrittenSession:
         return PromptWriter(seed, self._count_tokens).write(self._plan.workload, session)

@@ -64,7 +64,7 @@ async def _measure(
 
 
 async def _facts(target: Target, command: tuple[str, ...]) -> TargetFacts:
-    status = await get_json(f"{target.base_url}/status", api_key=target.api_key)
+    status = await get_json(f"{target.base_url}/status", api_key=target.api_key, trust=target.trust)
     return TargetFacts(
         label=target.label,
         base_url=target.base_url,

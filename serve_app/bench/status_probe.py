@@ -7,6 +7,7 @@ document is not an error: nothing is known of its slots then.
 from __future__ import annotations
 
 import asyncio
+import ssl
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
@@ -30,10 +31,12 @@ class SlotSample:
 
 
 @asynccontextmanager
-async def watching(base_url: str, api_key: str | None) -> AsyncIterator[list[SlotSample]]:
+async def watching(
+    base_url: str, api_key: str | None, trust: ssl.SSLContext | None = None
+) -> AsyncIterator[list[SlotSample]]:
     """Sample while the context is open; the list grows as samples come."""
     samples: list[SlotSample] = []
-    task = asyncio.create_task(_sample(base_url, api_key, samples))
+    task = asyncio.create_task(_sample(base_url, api_key, trust, samples))
     try:
         yield samples
     finally:
@@ -41,11 +44,11 @@ async def watching(base_url: str, api_key: str | None) -> AsyncIterator[list[Slo
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def _sample(base_url: str, api_key: str | None, samples: list[SlotSample]) -> None:
+async def _sample(base_url: str, api_key: str | None, trust: ssl.SSLContext | None, samples: list[SlotSample]) -> None:
     started_s = time.monotonic()
     while True:
         asked_s = time.monotonic()
-        document = await get_json(f"{base_url}/status", api_key=api_key, timeout_s=ANSWER_TIMEOUT_S)
+        document = await get_json(f"{base_url}/status", api_key=api_key, timeout_s=ANSWER_TIMEOUT_S, trust=trust)
         sample = read_slots(document, asked_s - started_s)
         if sample is None and not samples:
             return  # it has no status: asking on would only load it

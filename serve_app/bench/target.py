@@ -7,6 +7,7 @@ request's body. Must not know: loads or results.
 from __future__ import annotations
 
 import ipaddress
+import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -32,6 +33,7 @@ class Target:
     """One endpoint. ``base_url`` is without ``/v1``. ``num_slots``: what the test means to use; None does not care.
 
     ``process_id`` is the root of the server's processes on this machine, where known: its CPU time is measured then.
+    ``trust``: whom to believe over HTTPS; None: whom the system believes.
     """
 
     label: str
@@ -42,6 +44,7 @@ class Target:
     api_key: str | None = field(default=None, repr=False)
     num_slots: int | None = None
     process_id: int | None = None
+    trust: ssl.SSLContext | None = field(default=None, repr=False, compare=False)
 
     def url(self, endpoint: str) -> str:
         """Where requests of a workload's endpoint ("chat" or "completions") go."""
@@ -88,10 +91,13 @@ def _is_loopback(host: str) -> bool:
 
 
 async def resolve_model(target: Target) -> Target:
-    """Fill in the model from ``/v1/models`` when none is named. Raises BenchError when nobody answers or many are."""
+    """Fill in the model from ``/v1/models`` when none is named.
+
+    Raises BenchError when nobody answers or many are, UntrustedError for a certificate that is not believed.
+    """
     if target.model:
         return target
-    document = await get_json(f"{target.base_url}/v1/models", api_key=target.api_key)
+    document = await get_json(f"{target.base_url}/v1/models", api_key=target.api_key, trust=target.trust)
     if not isinstance(document, Mapping):
         raise BenchError(f"No endpoint answers at {target.base_url}.", "start one with `metalslots serve`")
     names = [str(entry.get("id")) for entry in document.get("data") or ()]

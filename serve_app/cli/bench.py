@@ -21,6 +21,7 @@ from serve_app.cli import bench_peers, bench_profile, bench_sweep
 from serve_app.cli.bench_output import DEFAULT_FOLDER, DEFAULT_URL, finish, show_plan
 from serve_app.cli.console import EXIT_FAILED, out, print_json, progress, reports_errors
 from serve_app.cli.default_command import group_with_default
+from serve_app.cli.trust import Authority, office_trust
 
 app = typer.Typer(
     cls=group_with_default("run"), help="Load-test an OpenAI-compatible endpoint (`run` is meant when none is named)."
@@ -50,6 +51,7 @@ def run(
     label: Annotated[str, typer.Option(help="Name of this run in tables and files.")] = "run",
     out_folder: option.OutFolder = DEFAULT_FOLDER,
     key: option.ApiKey = None,
+    authority: Authority = None,
     allow_remote: option.AllowRemote = False,
     plots: option.Plots = False,
     strict: option.Strict = False,
@@ -73,7 +75,7 @@ def run(
         show_plan(plan, as_json)
         return
     count_tokens, eos_token_ids = token_counter(tokenizer)
-    target = Target(label, url.rstrip("/"), model, ban_eos, eos_token_ids, key, slots)
+    target = Target(label, url.rstrip("/"), model, ban_eos, eos_token_ids, key, slots, trust=office_trust(authority))
     with progress("connecting") as report:
         documents = measure([target], plan, count_tokens=count_tokens, report=report, allow_remote=allow_remote)
     finish(documents, Path(out_folder), title=f"Bench of {label}", plots=plots, strict=strict, as_json=as_json)

@@ -17,6 +17,7 @@ from serve_app.bench.plan import BenchPlan
 from serve_app.cli import bench_options as option
 from serve_app.cli.bench_output import DEFAULT_FOLDER, finish, show_plan
 from serve_app.cli.console import out, print_json, progress, reports_errors
+from serve_app.cli.trust import Authority, office_trust
 
 MLX_LM = {"mlx-lm": "mlx_lm.server", "mlx-lm-tuned": "mlx_lm.server tuned"}
 PEERS = {**MLX_LM, "llama.cpp": LLAMA_CPP}
@@ -30,6 +31,7 @@ def peers(
     peer: Annotated[str, typer.Option("--peers", help=f"Servers to compare with: {', '.join(PEERS)}.")] = ",".join(
         MLX_LM
     ),
+    authority: Authority = None,
     workload: option.WorkloadName = None,
     scale: option.Scale = 1.0,
     concurrency: option.Concurrency = "1,4,8,16",
@@ -56,7 +58,8 @@ def peers(
         max_total_s=max_total_s,
         service_level=option.parse_slo(slo),
     )
-    options = PeerOptions(model, slots, ours, _labels(peer), Path(out_folder) / "logs")
+    folder = Path(out_folder) / "logs"
+    options = PeerOptions(model, slots, ours, _labels(peer), folder, office_trust(authority))
     if dry_run:
         show_plan(plan, as_json)
         return

@@ -16,6 +16,7 @@ from serve_app.capacity.profile import MachineProfile, write_profile
 from serve_app.cli import bench_options as option
 from serve_app.cli.bench_output import DEFAULT_FOLDER, DEFAULT_URL
 from serve_app.cli.console import out, print_json, progress, reports_errors
+from serve_app.cli.trust import Authority, office_trust
 
 Lengths = Annotated[str, typer.Option(help="Prompt lengths in tokens, read alone.")]
 Rows = Annotated[str, typer.Option(help="Answers at once; those beyond the slots are left out.")]
@@ -35,6 +36,7 @@ def profile(
     ban_eos: Annotated[EosBan, typer.Option(help="How the server is kept from short answers.")] = EosBan.IGNORE_EOS,
     out_folder: option.OutFolder = DEFAULT_FOLDER,
     key: option.ApiKey = None,
+    authority: Authority = None,
     allow_remote: option.AllowRemote = False,
     as_json: option.AsJson = False,
 ) -> None:
@@ -42,7 +44,7 @@ def profile(
     prompt_lengths, row_counts, context_lengths = map(option.whole_numbers, (lengths, rows, contexts))
     plan = ProfilePlan(prompt_lengths, row_counts, context_lengths, max_chunk_tokens=max_chunk_tokens)
     count_tokens, eos_token_ids = token_counter(tokenizer)
-    target = Target("profile", url.rstrip("/"), model, ban_eos, eos_token_ids, key)
+    target = Target("profile", url.rstrip("/"), model, ban_eos, eos_token_ids, key, trust=office_trust(authority))
     with progress("connecting") as report:
         made, fit = profile_endpoint(
             target,

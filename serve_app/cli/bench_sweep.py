@@ -16,6 +16,7 @@ from serve_app.bench.target import EosBan, Target
 from serve_app.cli import bench_options as option
 from serve_app.cli.bench_output import DEFAULT_FOLDER, DEFAULT_URL, write_results
 from serve_app.cli.console import out, print_json, progress, reports_errors
+from serve_app.cli.trust import Authority, office_trust
 
 
 @reports_errors
@@ -39,6 +40,7 @@ def sweep(
     label: Annotated[str, typer.Option(help="Name of this run in tables and files.")] = "sweep",
     out_folder: option.OutFolder = DEFAULT_FOLDER,
     key: option.ApiKey = None,
+    authority: Authority = None,
     allow_remote: option.AllowRemote = False,
     as_json: option.AsJson = False,
 ) -> None:
@@ -56,7 +58,7 @@ def sweep(
     if plan.service_level.is_open:
         raise ConfigError("`--slo` is empty.", "write bounds such as ttft:3000,tpot:150")
     count_tokens, eos_token_ids = token_counter(tokenizer)
-    target = Target(label, url.rstrip("/"), model, ban_eos, eos_token_ids, key)
+    target = Target(label, url.rstrip("/"), model, ban_eos, eos_token_ids, key, trust=office_trust(authority))
     search = Search(start, highest, resolution, attainment)
     with progress("connecting") as report:
         found, document = measure_sweep(

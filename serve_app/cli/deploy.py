@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 
 from serve_app.cli.console import CommandFailedError
-from serve_app.cli.trust import pinned
+from serve_app.trust import pinned
 
 POLL_S = 0.2
 QUESTION_TIMEOUT_S = 120.0

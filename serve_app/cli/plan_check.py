@@ -10,6 +10,7 @@ import typer
 
 from serve_app.bench.document import RunDocument, read_document
 from serve_app.bench.errors import BenchError
+from serve_app.bench.prompts import TokenCounter
 from serve_app.bench.session import measure, token_counter
 from serve_app.bench.target import EosBan, Target
 from serve_app.capacity.check import Comparison, compare, predict
@@ -18,6 +19,7 @@ from serve_app.capacity.simulator import Load
 from serve_app.cli import bench_options as option
 from serve_app.cli.bench_output import DEFAULT_FOLDER, write_results
 from serve_app.cli.console import out, print_json, progress, reports_errors
+from serve_app.cli.trust import Authority, office_trust
 
 Checked = tuple[str, tuple[Comparison, ...]]
 
@@ -32,13 +34,25 @@ def check(
     tokenizer: option.Tokenizer = None,
     out_folder: option.OutFolder = DEFAULT_FOLDER,
     key: option.ApiKey = None,
+    authority: Authority = None,
     allow_remote: option.AllowRemote = False,
     as_json: option.AsJson = False,
 ) -> None:
     """Set the planner's prediction beside a measurement of the same sessions at the same moments."""
     document = read_document(recorded)
     if url is not None:
-        document = _replayed(document, url.rstrip("/"), tokenizer, key, allow_remote)
+        replayed = document.target
+        count_tokens, eos_token_ids = token_counter(tokenizer)
+        target = Target(
+            "replay",
+            url.rstrip("/"),
+            replayed.model,
+            EosBan(replayed.eos_ban),
+            eos_token_ids,
+            key,
+            trust=office_trust(authority),
+        )
+        document = _replayed(document, target, count_tokens, allow_remote)
         write_results([document], Path(out_folder), title="Replay", plots=False)
     checked = list(_check(document, read_profile(profile), macs, slots))
     if not checked:
@@ -50,10 +64,8 @@ def check(
 
 
 def _replayed(
-    document: RunDocument, url: str, tokenizer: str | None, key: str | None, allow_remote: bool
+    document: RunDocument, target: Target, count_tokens: TokenCounter | None, allow_remote: bool
 ) -> RunDocument:
-    count_tokens, eos_token_ids = token_counter(tokenizer)
-    target = Target("replay", url, document.target.model, EosBan(document.target.eos_ban), eos_token_ids, key)
     with progress("connecting") as report:
         (measured,) = measure(
             [target], document.plan, count_tokens=count_tokens, report=report, allow_remote=allow_remote

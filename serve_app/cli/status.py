@@ -5,6 +5,7 @@ Owns: asking for it, once or again and again. Must not know: Ray or the engine, 
 
 from __future__ import annotations
 
+import ssl
 import time
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -16,7 +17,8 @@ from rich.live import Live
 
 from serve_app.cli.console import CommandFailedError, out, print_json, reports_errors
 from serve_app.cli.status_view import lost, view
-from serve_app.cli.trust import office_trust
+from serve_app.cli.trust import Authority, office_trust
+from serve_app.trust import untrusted
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 WATCH_PERIOD_S = 1.0
@@ -29,14 +31,16 @@ PICTURE = "/dashboard/state"
 def status(
     url: Annotated[str, typer.Option(help="Address of the endpoint.")] = DEFAULT_URL,
     key: Annotated[str | None, typer.Option(envvar="METALSLOTS_API_KEY", help="API key, if it asks for one.")] = None,
+    authority: Authority = None,
     watch: Annotated[bool, typer.Option("--watch", help="Keep showing it until Ctrl-C.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything that is known as JSON.")] = False,
 ) -> None:
     """Show Macs, slots, queue and memory of a running endpoint: the dashboard in a terminal."""
+    trust = office_trust(authority)
     if as_json:
-        print_json(_fetch(url, STATUS, key))
+        print_json(_fetch(url, STATUS, key, trust))
         return
-    shown: RenderableType = view(url, _fetch(url, PICTURE, key))
+    shown: RenderableType = view(url, _fetch(url, PICTURE, key, trust))
     if not watch:
         out.print(shown)
         return
@@ -46,25 +50,25 @@ def status(
         while True:
             time.sleep(WATCH_PERIOD_S)
             try:
-                shown = view(url, _fetch(url, PICTURE, key))
+                shown = view(url, _fetch(url, PICTURE, key, trust))
                 live.update(shown, refresh=True)
             except CommandFailedError as error:
                 # An endpoint that restarts is what one watches for: the last picture stays, and says that it is old.
                 live.update(lost(shown, error.message), refresh=True)
 
 
-def _fetch(url: str, path: str, key: str | None) -> Mapping[str, Any]:
+def _fetch(url: str, path: str, key: str | None, trust: ssl.SSLContext) -> Mapping[str, Any]:
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
-        response = httpx.get(
-            f"{url}{path}", headers=headers, timeout=REQUEST_TIMEOUT_S, trust_env=False, verify=office_trust()
-        )
+        response = httpx.get(f"{url}{path}", headers=headers, timeout=REQUEST_TIMEOUT_S, trust_env=False, verify=trust)
         response.raise_for_status()
         document: Mapping[str, Any] = response.json()
         return document
     except httpx.HTTPStatusError as error:
         raise CommandFailedError(f"{url} answered {error.response.status_code}.", "check --url and --key") from error
     except (httpx.HTTPError, ValueError) as error:
+        if (refusal := untrusted(url, error)) is not None:
+            raise refusal from error
         raise CommandFailedError(
             f"No endpoint answers at {url} ({error}).", "start one with `metalslots serve`, or give its --url"
         ) from error

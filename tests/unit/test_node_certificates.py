@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from engine.errors import ConfigError
-from serve_app.cli.trust import office_trust, pinned
+from serve_app.cli.trust import office_trust
 from serve_app.files import write_file
 from serve_app.node.certificates import KeyPair, days_left, make_authority, make_certificate
 from serve_app.node.settings import Installation
+from serve_app.trust import pinned
 
 NOW = dt.datetime.now(dt.UTC)
 AUTHORITY = make_authority(NOW)
