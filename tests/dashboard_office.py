@@ -34,6 +34,7 @@ from serve_app.errors import NoReplicaError, ReplicaLostError
 from serve_app.ingress.auth import KeyBook
 from serve_app.ingress.fleet import IngressFamilies, ServedModel
 from serve_app.ingress.http_app import HttpSettings, build_http_app
+from serve_app.ingress.observing import IngressView
 from serve_app.protocol import Deltas, GenerateCall, ReplicaStatus, Route
 from serve_app.replica.calls import CallRunner
 from serve_app.routing.decision import Candidate, Decision, Reason
@@ -197,6 +198,9 @@ class Office:
         return [mac.observer.families(mac.status()) for mac in self.macs if mac.alive]
 
     async def ingress_families(self) -> Sequence[IngressFamilies]:
+        return []
+
+    async def ingress_views(self) -> Sequence[IngressView]:
         return []
 
     async def scaling(self) -> Mapping[str, ScalingHistory]:

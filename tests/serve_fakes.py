@@ -21,6 +21,7 @@ from engine.text.tokenizer import Tokenizer
 from serve_app.autoscaling.journal import ScalingHistory
 from serve_app.ingress.fleet import IngressFamilies, ServedModel
 from serve_app.ingress.http_app import HttpSettings, build_http_app
+from serve_app.ingress.observing import IngressView
 from serve_app.protocol import ChoiceDelta, Deltas, GenerateCall, ReplicaStatus, Usage
 from serve_app.replica.calls import CallRunner
 from serve_app.telemetry.logs import LogConfig
@@ -59,6 +60,9 @@ class UnobservedFleet:
         return []
 
     async def ingress_families(self) -> Sequence[IngressFamilies]:
+        return []
+
+    async def ingress_views(self) -> Sequence[IngressView]:
         return []
 
     async def scaling(self) -> Mapping[str, ScalingHistory]:

@@ -22,7 +22,7 @@ from serve_app.ingress.fleet import IngressFamilies, ServedModel, ServeFleet
 from serve_app.ingress.heartbeat import Heartbeat
 from serve_app.ingress.http_app import HttpSettings, build_http_app
 from serve_app.ingress.ledger import Door, LocalDoor, SharedDoor, lease_s
-from serve_app.ingress.observing import IngressWatch
+from serve_app.ingress.observing import IngressView, IngressWatch
 from serve_app.telemetry.logs import configure_logs
 from serve_app.telemetry.tracing import Tracing, tracing_from_environment
 
@@ -41,7 +41,7 @@ class Ingress:
         self._node_id = ray.get_runtime_context().get_node_id()
         configure_logs(config.logs, f"{INGRESS_NAME}-{self._node_id[:8]}")
         self._tracing = tracing_from_environment(service__instance__id=self._node_id, host__name=self._host)
-        self._watch = IngressWatch(self._tracing.tracer if self._tracing else None)
+        self._watch = IngressWatch(self._tracing.tracer if self._tracing else None, logs_calls=config.logs.calls)
         scaled = {model.name: model.deployment_name for model in config.models if model.scaling is not None}
         self._fleet = ServeFleet(models, handles, config.ingress.status_timeout_s, _all_ingresses, scaled)
         self._heartbeat = Heartbeat(self._fleet.statuses, config.ingress.heartbeat_s)
@@ -71,6 +71,10 @@ class Ingress:
     def families(self) -> IngressFamilies:
         """What this ingress shows to Prometheus."""
         return IngressFamilies(self._host, self._node_id, tuple(self._watch.families()))
+
+    def view(self) -> IngressView:
+        """What this ingress shows to people."""
+        return self._watch.view()
 
     def deployments(self) -> dict[str, str]:
         """Return the deployment of each model by name and alias, for callers that come by handle and not by HTTP."""

@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 from serve_app.autoscaling import journal
 from serve_app.autoscaling.journal import ScalingHistory
 from serve_app.errors import ModelUnknownError
+from serve_app.ingress.observing import IngressView
 from serve_app.protocol import Deltas, GenerateCall, ReplicaStatus
 from serve_app.routing.journal import JOURNAL
 from serve_app.routing.stream import ReplicaStream
@@ -71,6 +72,10 @@ class Fleet(Protocol):
 
     async def ingress_families(self) -> Sequence[IngressFamilies]:
         """Return what all ingresses show to Prometheus; none where each answers for itself."""
+        ...
+
+    async def ingress_views(self) -> Sequence[IngressView]:
+        """Return what all ingresses show to people; none where each answers for itself."""
         ...
 
     async def scaling(self) -> Mapping[str, ScalingHistory]:
@@ -133,6 +138,10 @@ class ServeFleet:
     async def ingress_families(self) -> Sequence[IngressFamilies]:
         """Return what all ingresses show to Prometheus; none where each answers for itself."""
         return [] if self._peers is None else await self._ask(self._peers(), "families", IngressFamilies)
+
+    async def ingress_views(self) -> Sequence[IngressView]:
+        """Return what all ingresses show to people; none where each answers for itself."""
+        return [] if self._peers is None else await self._ask(self._peers(), "view", IngressView)
 
     async def scaling(self) -> Mapping[str, ScalingHistory]:
         """Return the decisions on how many replicas there should be, by model."""

@@ -10,7 +10,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from opentelemetry.semconv.attributes import http_attributes as http
 from opentelemetry.semconv.attributes.error_attributes import ERROR_TYPE
@@ -23,10 +23,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from serve_app.errors import ErrorAnswer
 from serve_app.ingress.scope import OBSERVATION, key_in
 from serve_app.latency import E2E_BUCKETS_S
-from serve_app.protocol import GenerateCall
+from serve_app.protocol import Deltas, GenerateCall
 from serve_app.routing.decision import Decision
 from serve_app.telemetry.families import Family, families_of
+from serve_app.telemetry.hour import LastHour, Minute
+from serve_app.telemetry.logs import CallLog
+from serve_app.telemetry.lost_call import LOST, CallTrail
 from serve_app.telemetry.observer import NUM_FAILURES_KEPT, Failure
+from serve_app.telemetry.record import CallRecord
+from serve_app.telemetry.spans import SpanSink
 from serve_app.telemetry.tracing import context_from, headers_of
 
 # Others are counted together: whoever asks for thousands of addresses must not make thousands of metrics.
@@ -55,15 +60,27 @@ LOGGER = "metalslots.http"
 logger = logging.getLogger(LOGGER)
 
 
-class IngressWatch:
-    """One ingress's counts, its newest failures that are not the client's doing, and its tracer.
+@dataclass(frozen=True, slots=True)
+class IngressView:
+    """What an ingress shows to people: its newest failures, and the last hour of calls of which no replica tells."""
 
-    ``tracer`` None: no spans are made.
+    failures: tuple[Failure, ...] = ()
+    minutes: tuple[Minute, ...] = ()
+
+
+class IngressWatch:
+    """One ingress's counts, its newest failures that are not the client's doing, its tracer, and the records of calls
+    that were lost with their replica.
+
+    ``tracer`` None: no spans are made. ``logs_calls``: a lost call gets the line that every other has from its replica.
     """
 
-    def __init__(self, tracer: Tracer | None = None) -> None:
+    def __init__(self, tracer: Tracer | None = None, *, logs_calls: bool = False) -> None:
         self.tracer = tracer
         self.failures: deque[Failure] = deque(maxlen=NUM_FAILURES_KEPT)
+        self._hour = LastHour()
+        self._spans = SpanSink(tracer) if tracer is not None else None
+        self._log = CallLog(with_texts=False) if logs_calls else None
         self._registry = CollectorRegistry()
         self._requests = Counter(
             "metalslots_http_requests", "HTTP requests by their status.", ("path", "status"), registry=self._registry
@@ -76,6 +93,25 @@ class IngressWatch:
             buckets=E2E_BUCKETS_S,
             registry=self._registry,
         )
+        # Of a replica that is gone: the name, and the meaning, are those of the replicas' own.
+        self._calls = Counter(
+            "metalslots_calls",
+            "Calls that ended: ok, cancelled, or an error.",
+            ("model_name", "outcome"),
+            registry=self._registry,
+        )
+
+    def lost(self, record: CallRecord) -> None:
+        """A call was lost with its replica."""
+        self._calls.labels(record.call.model, record.outcome).inc()
+        self._hour.finished(record, time.time())
+        for sink in (self._spans, self._log):
+            if sink is not None:
+                sink.finished(record)
+
+    def view(self) -> IngressView:
+        """What people see."""
+        return IngressView(tuple(self.failures), self._hour.minutes(time.time()))
 
     def count(self, path: str, status: int, duration_s: float, error: ErrorAnswer | None) -> None:
         """Count one request."""
@@ -99,6 +135,7 @@ class Observation:
         self._started_s = time.monotonic()
         self._opened_unix_s = 0.0
         self._call: GenerateCall | None = None
+        self._trail: CallTrail | None = None
         self._decision: Decision | None = None
         self._error: ErrorAnswer | None = None
         self._span = self._begin_span()
@@ -108,7 +145,13 @@ class Observation:
         """A call is about to be made; returns it with the span that it belongs to."""
         self._opened_unix_s = time.time()
         self._call = call if self._span is None else replace(call, trace_context=headers_of(self._span))
+        self._trail = CallTrail(self._call, time.monotonic())
         return self._call
+
+    def note(self, message: Deltas) -> None:
+        """A message of the call's answer is here."""
+        if self._trail is not None:
+            self._trail.note(message, time.monotonic())
 
     def routed(self, decision: Decision | None) -> None:
         """The router has sent the call to a replica, if it is one of ours."""
@@ -122,10 +165,20 @@ class Observation:
         """The last byte is sent, or the client is gone."""
         duration_s = time.monotonic() - self._started_s
         self._watch.count(self._scope["path"], self.status, duration_s, self._error)
+        self._tell_if_lost()
         if self._span is not None:
             self._end_span(self._span)
         if self._error is not None:
             self._log(self._error, duration_s)
+
+    def _tell_if_lost(self) -> None:
+        if self._error is None or self._error.code != LOST or self._trail is None:
+            return
+        call, replica_id = self._trail.call, ""
+        if self._decision is not None:
+            call, replica_id = replace(call, route=self._decision.route), self._decision.chosen.replica
+        now_s = time.monotonic()
+        self._watch.lost(self._trail.record(call, replica_id, now_s, time.time() - now_s))
 
     def _begin_span(self) -> Span | None:
         tracer, path = self._watch.tracer, self._scope["path"]

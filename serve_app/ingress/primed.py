@@ -14,7 +14,7 @@ import asyncio
 import json
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -75,14 +75,15 @@ class PrimedResponse(Response, ABC):
         """Send the answer."""
 
     async def _answer(self, sender: Sender, scope: Scope) -> None:
-        observation, note = observation_in(scope), note_in(scope)
+        observation = observation_in(scope)
+        notes = [note for note in (note_in(scope), observation.note if observation else None) if note]
         call = observation.opening(self._call) if observation else self._call
         stream: CallStream | None = None
         try:
             stream = self._open_call(call)
             async with asyncio.timeout(self._limits.timeout_s), stream as messages:
                 sender.more_headers = partial(_routing_headers, messages)
-                await self.write(_noting(messages, note) if note else messages, sender)
+                await self.write(_noting(messages, notes) if notes else messages, sender)
         except Exception as error:
             is_late = isinstance(error, TimeoutError)
             answer = answer_for(RequestTimeoutError(self._limits.timeout_s) if is_late else error)
@@ -135,9 +136,12 @@ class WholeResponse(ShapedResponse):
         await sender.whole(200, body, _timing_headers(received[-1].timings))
 
 
-async def _noting(messages: AsyncIterator[Deltas], note: Callable[[Deltas], None]) -> AsyncGenerator[Deltas, None]:
+async def _noting(
+    messages: AsyncIterator[Deltas], notes: Sequence[Callable[[Deltas], None]]
+) -> AsyncGenerator[Deltas, None]:
     async for message in messages:
-        note(message)
+        for note in notes:
+            note(message)
         yield message
 
 

@@ -9,6 +9,8 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from enum import StrEnum
 
+from serve_app.protocol import Route
+
 NUM_KEPT = 1024
 
 
@@ -52,6 +54,18 @@ class Decision:
     num_prompt_tokens: int
     num_usable: int
     decided_unix_s: float = 0.0
+
+    @property
+    def route(self) -> Route:
+        """What the replica is told of it."""
+        return Route(
+            replica=self.chosen.replica,
+            reason=str(self.reason),
+            total_s=self.chosen.total_s,
+            num_cached_tokens=self.chosen.num_cached_tokens,
+            num_usable=self.num_usable,
+            decided_unix_s=self.decided_unix_s,
+        )
 
     def sentence(self) -> str:
         """Return the record as a person would say it."""

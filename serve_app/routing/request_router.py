@@ -18,10 +18,9 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from serve_app.protocol import GenerateCall, Route
+from serve_app.protocol import GenerateCall
 from serve_app.routing import journal
 from serve_app.routing.cost import SILENT_AFTER_S
-from serve_app.routing.decision import Decision
 from serve_app.routing.keys import place_of, salt_of
 from serve_app.routing.policy import RoutingPolicy, RoutingRequest
 from serve_app.routing.report import from_stats
@@ -93,7 +92,7 @@ class MetalRouter(RequestRouter):
         decision = replace(decision, decided_unix_s=time.time())
         journal.JOURNAL.note(decision)
         # The replica's account of the call tells why it came there.
-        pending_request.args = [replace(call, route=_route_of(decision)), *pending_request.args[1:]]
+        pending_request.args = [replace(call, route=decision.route), *pending_request.args[1:]]
         logger.debug("%s", decision.sentence)
         by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         return [[by_name[name]] for name in decision.order if name in by_name]
@@ -200,15 +199,3 @@ class MetalRouter(RequestRouter):
         self._watched[name].left.clear()
         for request_id in request_ids:
             journal.JOURNAL.note_lost(request_id)
-
-
-def _route_of(decision: Decision) -> Route:
-    chosen = decision.chosen
-    return Route(
-        replica=chosen.replica,
-        reason=str(decision.reason),
-        total_s=chosen.total_s,
-        num_cached_tokens=chosen.num_cached_tokens,
-        num_usable=decision.num_usable,
-        decided_unix_s=decision.decided_unix_s,
-    )

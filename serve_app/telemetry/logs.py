@@ -107,7 +107,9 @@ def sentence_of(record: CallRecord) -> str:
     call = record.call
     who = f" key={call.key_name}" if call.key_name else ""
     route = f" route={call.route.reason}" if call.route else ""
-    parts = [f"{call.request_id}{who} {record.outcome} after {_ms(record.duration_s)} on {record.replica.host}{route}"]
+    place = record.replica.host or record.replica.replica_id
+    where = f" on {place}" if place else ""
+    parts = [f"{call.request_id}{who} {record.outcome} after {_ms(record.duration_s)}{where}{route}"]
     parts += [_answer_sentence(answer, len(record.answers)) for answer in record.answers[:NUM_ANSWERS_TOLD]]
     if len(record.answers) > NUM_ANSWERS_TOLD:
         parts.append(f"{len(record.answers)} answers in all")

@@ -73,8 +73,13 @@ class AnswerRecord:
 
     @property
     def queue_s(self) -> float | None:
-        """From arrival to the first step with this answer, or to the end of one that was never computed."""
-        return _between(self.timeline.received_s, self.timeline.prefill_started_s or self.timeline.finished_s)
+        """From arrival to the first step with this answer, or to the end of one that was never computed.
+
+        None where it was computed and nobody has told when that began.
+        """
+        timeline = self.timeline
+        is_computed = timeline.prefill_started_s is not None or timeline.first_token_s is not None
+        return _between(timeline.received_s, timeline.prefill_started_s if is_computed else timeline.finished_s)
 
     @property
     def prefill_s(self) -> float | None:

@@ -61,7 +61,8 @@ class SpanSink:
         end_s = timeline.finished_s or timeline.received_s
         spans = _Spans(self._tracer, parent, clock, answer)
         started_s, first_token_s = timeline.prefill_started_s, timeline.first_token_s
-        spans.add("queue", timeline.received_s, started_s or end_s, _waits(timeline.waited_s))
+        if answer.queue_s is not None:
+            spans.add("queue", timeline.received_s, timeline.received_s + answer.queue_s, _waits(timeline.waited_s))
         if started_s is not None:
             counts = {"prompt_tokens": account.num_prompt_tokens, "cached_tokens": account.num_cached_tokens}
             spans.add("prefill", started_s, first_token_s or end_s, counts)

@@ -10,6 +10,7 @@ import pytest
 from engine.interfaces import RunningView, WaitingView
 from serve_app.autoscaling.journal import NotedScaling, ScalingHistory
 from serve_app.ingress.dashboard.state import Json, Seen, compose
+from serve_app.ingress.observing import IngressView
 from serve_app.protocol import ReplicaStatus
 from serve_app.routing.decision import Candidate, Decision, Reason
 from serve_app.telemetry.hour import LastHour
@@ -123,7 +124,7 @@ def test_a_failure_that_ingress_and_replica_have_seen_is_one() -> None:
         Failure(NOW_S + 1, "y", "", "replica_lost", "Gone."),
         Failure(NOW_S, "x", "anna", "queue_full", "Full."),
     )
-    found = compose(["demo"], [Seen(view(), 0.0)], {}, (), NOW_S, (lost, known))
+    found = compose(["demo"], [Seen(view(), 0.0)], {}, (), NOW_S, [IngressView((lost,)), IngressView((known,))])
     failures = [(failure["request_id"], failure["host"]) for failure in found["failures"]]
     assert failures == [("y", None), ("x", "mac-1")]
 

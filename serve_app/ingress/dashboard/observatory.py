@@ -55,7 +55,9 @@ class Observatory:
 
     async def look(self) -> Json:
         """Return a picture of this moment."""
-        views, scaling = await asyncio.gather(self._fleet.views(), self._fleet.scaling())
+        views, scaling, ingresses = await asyncio.gather(
+            self._fleet.views(), self._fleet.scaling(), self._fleet.ingress_views()
+        )
         now_s = self._clock()
         answering = {view.status.replica_id: (now_s, view) for view in views if not view.status.silent_s}
         silent = {view.status.replica_id: view for view in views if view.status.silent_s}
@@ -70,7 +72,8 @@ class Observatory:
         }
         seen = [Seen(view, 0.0 if name in answering else now_s - at_s) for name, (at_s, view) in self._last.items()]
         models = [model.name for model in self._fleet.models]
-        return compose(models, seen, scaling, JOURNAL.newest(NUM_DECISIONS), time.time(), self._watch.failures)
+        decisions = JOURNAL.newest(NUM_DECISIONS)
+        return compose(models, seen, scaling, decisions, time.time(), ingresses or [self._watch.view()])
 
     async def _keep_looking(self) -> None:
         while self._num_watching:

@@ -12,9 +12,10 @@ from typing import Any
 
 from engine.interfaces import EngineStatus, RunningView, SchedulerStats
 from serve_app.autoscaling.journal import ScalingHistory
+from serve_app.ingress.observing import IngressView
 from serve_app.routing.decision import Decision
 from serve_app.telemetry.hour import NUM_MINUTES, Minute, added, percentile_s
-from serve_app.telemetry.observer import Failure, ReplicaView
+from serve_app.telemetry.observer import ReplicaView
 
 Json = dict[str, Any]
 NUM_WAITING_SHOWN = 50
@@ -52,21 +53,21 @@ def compose(
     scaling: Mapping[str, ScalingHistory],
     decisions: Sequence[Decision],
     now_unix_s: float,
-    refused: Sequence[Failure] = (),
+    ingresses: Sequence[IngressView] = (),
 ) -> Json:
-    """Return the picture. ``refused``: failures that the ingress has seen; of some of them no replica knows."""
+    """Return the picture. ``ingresses``: what they have seen fail; of some of it no replica knows."""
     macs = [_mac(each) for each in sorted(seen, key=lambda each: (each.view.status.host, each.view.status.replica_id))]
     hosts = {each.view.status.replica_id: each.view.status.host for each in seen}
     return {
         "at_unix_s": now_unix_s,
         "models": list(models),
         "now": _now(macs),
-        "hour": _hour([each.view for each in seen], now_unix_s),
+        "hour": _hour([each.view for each in seen], ingresses, now_unix_s),
         "macs": macs,
         "waiting": [waiting | {"host": mac["host"]} for mac in macs for waiting in mac["waiting"]][:NUM_WAITING_SHOWN],
         "routing": [_decision(decision, hosts) for decision in decisions[:NUM_DECISIONS_SHOWN]],
         "scaling": _scaling(scaling),
-        "failures": _failures([each.view for each in seen], refused),
+        "failures": _failures([each.view for each in seen], ingresses),
     }
 
 
@@ -172,8 +173,9 @@ def _memory(engine: EngineStatus) -> Json | None:
 # --- the last hour ----------------------------------------------------------------------------------------------------
 
 
-def _hour(views: Sequence[ReplicaView], now_unix_s: float) -> Json:
-    minutes = [minute for view in views for minute in view.minutes]
+def _hour(views: Sequence[ReplicaView], ingresses: Sequence[IngressView], now_unix_s: float) -> Json:
+    of_all = (*(view.minutes for view in views), *(ingress.minutes for ingress in ingresses))
+    minutes = [minute for minutes in of_all for minute in minutes]
     now_minute = int(now_unix_s // _MINUTE_S)
     by_number: dict[int, list[Minute]] = {}
     for minute in minutes:
@@ -229,8 +231,9 @@ def _scaling(scaling: Mapping[str, ScalingHistory]) -> list[Json]:
     return sorted(noted, key=lambda each: -float(each["at_unix_s"]))[:NUM_DECISIONS_SHOWN]
 
 
-def _failures(views: Iterable[ReplicaView], refused: Sequence[Failure]) -> list[Json]:
+def _failures(views: Iterable[ReplicaView], ingresses: Iterable[IngressView]) -> list[Json]:
     failures = [asdict(failure) | {"host": view.status.host} for view in views for failure in view.failures]
     known = {failure["request_id"] for failure in failures}
-    failures += [asdict(failure) | {"host": None} for failure in refused if failure.request_id not in known]
+    seen = [failure for ingress in ingresses for failure in ingress.failures]
+    failures += [asdict(failure) | {"host": None} for failure in seen if failure.request_id not in known]
     return sorted(failures, key=lambda each: -float(each["at_unix_s"]))[:NUM_FAILURES_SHOWN]
