@@ -151,9 +151,13 @@ class SharedDoor:
             try:
                 async with asyncio.timeout(ANSWER_LIMIT_S):
                     refusal = await asking
-            except Exception as error:
-                logger.warning("the ledger of keys does not answer (%r); this ingress counts for itself", error)
+            except BaseException as error:
                 asking.cancel()
+                # It may have been let in there all the same, and nobody else will say that it is over.
+                _send(self._ledger.tell.remote(key.name, 0, lease))
+                if not isinstance(error, Exception):
+                    raise
+                logger.warning("the ledger of keys does not answer (%r); this ingress counts for itself", error)
                 return await self._own.enter(key)
             if refusal is not None:
                 raise refusal

@@ -15,6 +15,7 @@ from engine.errors import ConfigError
 from serve_app.cli.main import app
 from serve_app.config import load_app_config
 from serve_app.errors import RateLimitError
+from serve_app.ingress import ledger
 from serve_app.ingress.accounts import AccountBook, KeyAccount
 from serve_app.ingress.auth import KeyBook
 from serve_app.ingress.ledger import KeyLedger, LocalDoor, SharedDoor
@@ -210,6 +211,32 @@ async def test_several_ingresses_share_a_keys_limits(tmp_path: Path) -> None:
     handle.gone = True
     assert [await ask(number) for number in range(8)] == [200] * 6 + [429] * 2
     assert (await doors[1].usage())["anna"]["requests"] == 3
+
+
+@pytest.mark.parametrize("leaves", [True, False], ids=["its client leaves", "the ledger is slow"])
+async def test_a_request_that_does_not_wait_for_the_ledger_is_not_open_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leaves: bool
+) -> None:
+    keys, _ = made(tmp_path, max_parallel=1)
+    handle = LedgerHandle(keys)
+    counted = asyncio.Event()
+
+    async def enter(name: str, lease: str) -> None:
+        await KeyLedger.enter(handle._ledger, name, lease)
+        counted.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(handle._ledger, "enter", enter)
+    monkeypatch.setattr(ledger, "ANSWER_LIMIT_S", 60.0 if leaves else 0.01)
+    door = SharedDoor(handle, LocalDoor(AccountBook(keys, 60.0)))
+    entering = asyncio.ensure_future(door.enter(keys[0]))
+    await counted.wait()
+    if leaves:
+        entering.cancel()
+    await asyncio.wait([entering])
+    assert entering.cancelled() is leaves
+    await asyncio.gather(*ledger._on_their_way)
+    assert handle._ledger._book.usage()["anna"]["open"] == 0
 
 
 async def test_another_keys_cached_prompts_cannot_be_told_from_none(tmp_path: Path) -> None:
