@@ -109,6 +109,7 @@ class ServeFleet:
         self._handles = handles
         self._status_timeout_s = status_timeout_s
         self._said_last: dict[str, ReplicaStatus] = {}
+        self._reading: dict[str, asyncio.Future[ScalingHistory]] = {}
 
     @property
     def models(self) -> Sequence[ServedModel]:
@@ -145,8 +146,16 @@ class ServeFleet:
 
     async def scaling(self) -> Mapping[str, ScalingHistory]:
         """Return the decisions on how many replicas there should be, by model."""
-        read = {model: asyncio.to_thread(journal.read, name) for model, name in self._scaled.items()}
-        return dict(zip(read, await asyncio.gather(*read.values()), strict=True))
+        histories = await asyncio.gather(*map(self._history, self._scaled.values()))
+        return dict(zip(self._scaled, histories, strict=True))
+
+    async def _history(self, deployment: str) -> ScalingHistory:
+        # While Ray's head is away its store answers nobody, for minutes: one thread waits for it, and no request.
+        reading = self._reading.get(deployment)
+        if reading is None or reading.done():
+            reading = self._reading[deployment] = asyncio.ensure_future(asyncio.to_thread(journal.read, deployment))
+        done, _ = await asyncio.wait((reading,), timeout=self._status_timeout_s)
+        return reading.result() if done else ScalingHistory()
 
     async def _ask_all(self, method: str, kind: type[T]) -> list[T]:
         answers = await asyncio.gather(*(self._ask(handle, method, kind) for handle in self._handles.values()))

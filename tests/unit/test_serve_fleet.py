@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -10,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from serve_app.autoscaling import journal
+from serve_app.autoscaling.journal import NotedScaling, ScalingHistory
 from serve_app.ingress.dashboard.observatory import REMEMBERED_S, Observatory
 from serve_app.ingress.fleet import ServedModel, ServeFleet
 from serve_app.ingress.observing import IngressWatch
@@ -148,3 +151,22 @@ async def test_the_page_keeps_what_it_showed_and_shows_who_has_never_answered(ha
     present("r1")
     handle.values = (ReplicaView(FIRST),)
     assert [mac["host"] for mac in (await observatory.look())["macs"]] == ["mac-1"]
+
+
+async def test_metrics_do_not_wait_for_a_head_that_is_away(handle: Handle, monkeypatch: pytest.MonkeyPatch) -> None:
+    back, num_reading = threading.Event(), 0
+    history = ScalingHistory(2, 1, (NotedScaling(1.0, 1, 2, "work"),))
+
+    def read(deployment: str) -> ScalingHistory:
+        nonlocal num_reading
+        num_reading += 1
+        assert back.wait(30)
+        return history
+
+    monkeypatch.setattr(journal, "read", read)
+    fleet = ServeFleet([ServedModel("chain", 0)], {"chain": handle}, TIMEOUT_S, scaled={"chain": DEPLOYMENT})
+    assert await fleet.scaling() == await fleet.scaling() == {"chain": ScalingHistory()}
+    assert num_reading == 1, "one thread is enough to wait"
+    back.set()
+    await asyncio.gather(*fleet._reading.values())
+    assert await fleet.scaling() == {"chain": history}
