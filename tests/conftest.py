@@ -25,6 +25,8 @@ importlib.import_module("engine.mlx_backend")
 
 TESTS = Path(__file__).parent
 TIERS = ("unit", "long", "api", "faults", "mlx", "serve", "gpu", "metal")
+# The first test of a file starts its Ray nodes: a minute on two busy cores, before it begins.
+FLEET_LIMIT_S = 300
 
 # No deadline: a test must not depend on the speed of the machine. On CI every run draws the same examples.
 hypothesis.settings.register_profile("local", deadline=None)
@@ -66,6 +68,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         tier = _tier(item.path)
         item.add_marker(tier)
+        if tier == "serve" and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(FLEET_LIMIT_S))
         if reason := _missing_device(tier):
             item.add_marker(pytest.mark.skip(reason=reason))
     items.sort(key=lambda item: TIERS.index(_tier(item.path)))

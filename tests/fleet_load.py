@@ -147,6 +147,26 @@ class Load:
         return turn
 
 
+def hold(url: str, talk: Talk) -> list[Turn]:
+    """Hold all conversations at an endpoint; returns their turns. Every answer must be complete."""
+    turns = asyncio.run(Load(url).run(talk))
+    assert [turn.error for turn in turns if not turn.is_complete] == []
+    return turns
+
+
+def num_computed(turns: Sequence[Turn]) -> int:
+    """Prompt tokens that were in no cache."""
+    return sum(turn.num_prompt_tokens - turn.num_cached_tokens for turn in turns)
+
+
+def share_that_returned(turns: Sequence[Turn], block_size: int) -> float:
+    """Of the later turns, those that found all of the turn before cached, but for a block that was not full."""
+    read = {(turn.talk, turn.number): turn.num_prompt_tokens for turn in turns}
+    later = [turn for turn in turns if turn.number]
+    found = [turn.num_cached_tokens >= read[turn.talk, turn.number - 1] - block_size for turn in later]
+    return sum(found) / len(found)
+
+
 async def _read(response: httpx.Response, turn: Turn) -> None:
     if turn.status != 200:
         turn.error = (await response.aread()).decode()

@@ -1,4 +1,4 @@
-"""Three Macs as one endpoint: where conversations go, against other routers in the same run, and draining."""
+"""Three Macs as one endpoint: where conversations go, against another router in the same run, and draining."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ import contextlib
 import random
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
-from serve_app.latency import percentile
-from tests.fleet_load import Load, Talk, Turn
+from tests.fleet_load import Load, Talk, Turn, hold, num_computed, share_that_returned
 from tests.fleet_nodes import Fleet
 from tests.fleet_replicas import BLOCK_SIZE
 from tests.serve_endpoint import eventually, eventually_async
 
 REPLICA = "tests.fleet_replicas:FleetReplica"
-TALK = Talk()
+TALK = Talk(num_talks=12, num_turns=3)
 
 
 @pytest.fixture(scope="module")
@@ -37,54 +36,22 @@ def deploy(fleet: Fleet, router: str, *, model: str = "demo", num_ingresses: int
     fleet.deploy(REPLICA, models=models, replica=replica, ingress={"replicas": num_ingresses})
 
 
-def hold(fleet: Fleet, talk: Talk) -> list[Turn]:
-    turns = asyncio.run(Load(fleet.url).run(talk))
-    assert [turn.error for turn in turns if not turn.is_complete] == []
-    return turns
-
-
-def num_computed(turns: Sequence[Turn]) -> int:
-    return sum(turn.num_prompt_tokens - turn.num_cached_tokens for turn in turns)
-
-
-def share_that_returned(turns: Sequence[Turn]) -> float:
-    """Of the later turns, those that found all of the turn before cached, but for a block that was not full."""
-    read = {(turn.talk, turn.number): turn.num_prompt_tokens for turn in turns}
-    later = [turn for turn in turns if turn.number]
-    found = [turn.num_cached_tokens >= read[turn.talk, turn.number - 1] - BLOCK_SIZE for turn in later]
-    return sum(found) / len(found)
-
-
-def p95_ttft_s(turns: Sequence[Turn]) -> float:
-    return percentile(sorted(turn.ttft_s for turn in turns if turn.ttft_s is not None), 95)
-
-
 def test_every_node_has_exactly_one_replica(fleet: Fleet) -> None:
     assert len({replica["node_id"] for replica in fleet.replicas()}) == len(fleet.replicas()) == 3
 
 
-@pytest.mark.timeout(300)
-def test_conversations_return_to_their_cache_and_others_routers_read_more(fleet: Fleet) -> None:
-    seen = {"cost": hold(fleet, TALK)}
-    for router in ("round-robin", "power-of-two"):
-        deploy(fleet, router)
-        seen[router] = hold(fleet, TALK)
+def test_conversations_return_to_their_cache_and_another_router_reads_more(fleet: Fleet) -> None:
+    ours = hold(fleet.url, TALK)
+    deploy(fleet, "round-robin")
+    theirs = hold(fleet.url, TALK)
     deploy(fleet, "cost")
-    for router, turns in seen.items():
-        print(
-            f"{router}: {len(turns)} turns, {share_that_returned(turns):.0%} returned, "
-            f"{num_computed(turns)} prompt tokens computed, TTFT p95 {p95_ttft_s(turns):.3f} s"
-        )
-    ours = seen.pop("cost")
-    # On a slow machine leaving is right more often, so this asks for less than what docs/routing.md says was measured.
-    assert share_that_returned(ours) >= 0.8
-    for turns in seen.values():
-        assert num_computed(turns) >= 1.3 * num_computed(ours)
-        assert p95_ttft_s(turns) > p95_ttft_s(ours)
+    # On a slow machine leaving is right more often, so this asks for less than tests.perf.routing_on_a_fleet measures.
+    assert share_that_returned(ours, BLOCK_SIZE) >= 0.75
+    assert num_computed(theirs) >= 1.3 * num_computed(ours)
 
 
 def test_a_decision_comes_with_every_answer_and_stands_in_the_status(fleet: Fleet) -> None:
-    (turn,) = hold(fleet, Talk(num_talks=1, num_turns=1, seed=77))
+    (turn,) = hold(fleet.url, Talk(num_talks=1, num_turns=1, seed=77))
     assert re.match(r"(cold|cached|moved); replica=", turn.route)
     replicas = {replica["replica_id"] for replica in fleet.replicas()}
     assert any(turn.replica in replica for replica in replicas)
