@@ -38,7 +38,7 @@ def _parse_slots(value: object) -> object:
     return value
 
 
-Bytes = Annotated[int | Literal["auto"], BeforeValidator(parse_bytes)]
+Bytes = Annotated[Annotated[int, Field(ge=0)] | Literal["auto"], BeforeValidator(parse_bytes)]
 Slots = Annotated[Annotated[int, Field(ge=1, le=MAX_SLOTS)] | Literal["auto"], BeforeValidator(_parse_slots)]
 
 
@@ -117,9 +117,11 @@ def require_context(asked: int | None, own: int) -> None:
 def read_yaml_mapping(path: Path) -> dict[str, Any]:
     """Read a YAML mapping. Raises ConfigError naming the file and the place of a syntax error."""
     try:
-        values = yaml.safe_load(path.read_text())
+        values = yaml.safe_load(path.read_text("utf-8"))
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}.", "check the path given to --config") from error
+        raise ConfigError(f"{path} cannot be read: {error.strerror}.", "check its path") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is no text.", "name a YAML file in UTF-8") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {error}.", "mend the line that is named") from error
     if values is None:
@@ -141,6 +143,8 @@ def describe_validation_error(error: ValidationError, model: type[BaseModel]) ->
         closest = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.5)
         fix = f"write `{closest[0]}`" if closest else f"use one of: {', '.join(sorted(known))}"
         return ConfigError(f"Unknown configuration key `{key}`.", fix)
+    if key in ("memory.budget", "memory.headroom"):
+        return ConfigError(f"`{key}` is {first['input']!r}.", 'write "auto", or a size such as 8GiB')
     if path[:1] == ["slots"]:
         return ConfigError(f"`slots` is {first['input']!r}.", f'write "auto" or a whole number from 1 to {MAX_SLOTS}')
     return ConfigError(f"`{key}` is {first['input']!r}: {first['msg']}.", f"correct `{key}`")

@@ -18,8 +18,8 @@ from serve_app.bench.session import measure, token_counter
 from serve_app.bench.target import EosBan, Target
 from serve_app.cli import bench_options as option
 from serve_app.cli import bench_peers, bench_profile, bench_sweep
-from serve_app.cli.bench_output import DEFAULT_FOLDER, DEFAULT_URL, finish, show_plan
-from serve_app.cli.console import EXIT_FAILED, out, print_json, progress, reports_errors
+from serve_app.cli.bench_output import DEFAULT_FOLDER, DEFAULT_URL, finish, results_folder, show_plan
+from serve_app.cli.console import EXIT_FAILED, endpoint_of, out, print_json, progress, reports_errors
 from serve_app.cli.default_command import group_with_default
 from serve_app.cli.trust import Authority, office_trust
 
@@ -74,11 +74,12 @@ def run(
     if dry_run:
         show_plan(plan, as_json)
         return
+    folder = results_folder(out_folder)
     count_tokens, eos_token_ids = token_counter(tokenizer)
-    target = Target(label, url.rstrip("/"), model, ban_eos, eos_token_ids, key, slots, trust=office_trust(authority))
+    target = Target(label, endpoint_of(url), model, ban_eos, eos_token_ids, key, slots, trust=office_trust(authority))
     with progress("connecting") as report:
         documents = measure([target], plan, count_tokens=count_tokens, report=report, allow_remote=allow_remote)
-    finish(documents, Path(out_folder), title=f"Bench of {label}", plots=plots, strict=strict, as_json=as_json)
+    finish(documents, folder, title=f"Bench of {label}", plots=plots, strict=strict, as_json=as_json)
 
 
 @app.command("plot")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import typer
 
+from engine.errors import ConfigError
 from serve_app.bench.document import RunDocument, to_json, write_document
 from serve_app.bench.plan import BenchPlan, forecast
 from serve_app.bench.plots import draw_all
@@ -18,6 +20,18 @@ from serve_app.cli.console import EXIT_FAILED, out, print_json
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 DEFAULT_FOLDER = "bench-results"
+
+
+def results_folder(name: str) -> Path:
+    """The folder for results. Asked for before anything is measured: an hour's figures must not be lost for it.
+
+    Raises ConfigError when nothing can be written there.
+    """
+    folder = Path(name)
+    place = next(path for path in (folder, *folder.parents) if path.exists())
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        raise ConfigError(f"Results cannot be written to {folder}.", "name another folder with --out")
+    return folder
 
 
 def show_plan(plan: BenchPlan, as_json: bool) -> None:

@@ -15,7 +15,7 @@ from serve_app.bench.peer_bench import PeerOptions, measure_peers
 from serve_app.bench.peers import LLAMA_CPP, MLX_LM_FLAGS
 from serve_app.bench.plan import BenchPlan
 from serve_app.cli import bench_options as option
-from serve_app.cli.bench_output import DEFAULT_FOLDER, finish, show_plan
+from serve_app.cli.bench_output import DEFAULT_FOLDER, finish, results_folder, show_plan
 from serve_app.cli.console import out, print_json, progress, reports_errors
 from serve_app.cli.trust import Authority, office_trust
 
@@ -58,14 +58,15 @@ def peers(
         max_total_s=max_total_s,
         service_level=option.parse_slo(slo),
     )
-    folder = Path(out_folder) / "logs"
-    options = PeerOptions(model, slots, ours, _labels(peer), folder, office_trust(authority))
+    labels, trust = _labels(peer), office_trust(authority)
     if dry_run:
         show_plan(plan, as_json)
         return
+    folder = results_folder(out_folder)
+    options = PeerOptions(model, slots, ours, labels, folder / "logs", trust)
     with progress("starting") as report:
         documents = measure_peers(options, plan, report)
-    finish(documents, Path(out_folder), title="Bench beside peers", plots=plots, strict=strict, as_json=as_json)
+    finish(documents, folder, title="Bench beside peers", plots=plots, strict=strict, as_json=as_json)
     if not as_json:
         for other in documents[1:]:
             out.print("\n" + comparison_table(other, documents[0]), soft_wrap=True, markup=False)

@@ -14,8 +14,8 @@ from serve_app.bench.session import token_counter
 from serve_app.bench.target import EosBan, Target
 from serve_app.capacity.profile import MachineProfile, write_profile
 from serve_app.cli import bench_options as option
-from serve_app.cli.bench_output import DEFAULT_FOLDER, DEFAULT_URL
-from serve_app.cli.console import out, print_json, progress, reports_errors
+from serve_app.cli.bench_output import DEFAULT_FOLDER, DEFAULT_URL, results_folder
+from serve_app.cli.console import endpoint_of, out, print_json, progress, reports_errors
 from serve_app.cli.trust import Authority, office_trust
 
 Lengths = Annotated[str, typer.Option(help="Prompt lengths in tokens, read alone.")]
@@ -43,8 +43,9 @@ def profile(
     """Fit the cost of prompts and of decoding together, and save it for `metalslots plan --profile`."""
     prompt_lengths, row_counts, context_lengths = map(option.whole_numbers, (lengths, rows, contexts))
     plan = ProfilePlan(prompt_lengths, row_counts, context_lengths, max_chunk_tokens=max_chunk_tokens)
+    path = results_folder(out_folder) / "profile.json"
     count_tokens, eos_token_ids = token_counter(tokenizer)
-    target = Target("profile", url.rstrip("/"), model, ban_eos, eos_token_ids, key, trust=office_trust(authority))
+    target = Target("profile", endpoint_of(url), model, ban_eos, eos_token_ids, key, trust=office_trust(authority))
     with progress("connecting") as report:
         made, fit = profile_endpoint(
             target,
@@ -54,7 +55,6 @@ def profile(
             report=report,
             allow_remote=allow_remote,
         )
-    path = Path(out_folder) / "profile.json"
     write_profile(made, path)
     if as_json:
         print_json(asdict(made))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,8 +13,8 @@ from serve_app.bench.session import measure_sweep, token_counter
 from serve_app.bench.sweep import Search, sweep_table
 from serve_app.bench.target import EosBan, Target
 from serve_app.cli import bench_options as option
-from serve_app.cli.bench_output import DEFAULT_FOLDER, DEFAULT_URL, write_results
-from serve_app.cli.console import out, print_json, progress, reports_errors
+from serve_app.cli.bench_output import DEFAULT_FOLDER, DEFAULT_URL, results_folder, write_results
+from serve_app.cli.console import endpoint_of, out, print_json, progress, reports_errors
 from serve_app.cli.trust import Authority, office_trust
 
 
@@ -57,14 +56,15 @@ def sweep(
     )
     if plan.service_level.is_open:
         raise ConfigError("`--slo` is empty.", "write bounds such as ttft:3000,tpot:150")
+    folder = results_folder(out_folder)
     count_tokens, eos_token_ids = token_counter(tokenizer)
-    target = Target(label, url.rstrip("/"), model, ban_eos, eos_token_ids, key, trust=office_trust(authority))
+    target = Target(label, endpoint_of(url), model, ban_eos, eos_token_ids, key, trust=office_trust(authority))
     search = Search(start, highest, resolution, attainment)
     with progress("connecting") as report:
         found, document = measure_sweep(
             target, plan, search, count_tokens=count_tokens, report=report, allow_remote=allow_remote
         )
-    write_results([document], Path(out_folder), title=f"Sweep of {label}", plots=False)
+    write_results([document], folder, title=f"Sweep of {label}", plots=False)
     if as_json:
         print_json(asdict(found))
     else:

@@ -59,6 +59,11 @@ def reports_errors(command: Callable[P, R]) -> Callable[P, R]:
     return wrapped
 
 
+def endpoint_of(url: str) -> str:
+    """The endpoint's address, whether or not it was given as clients want it, with /v1."""
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
 def print_error(error: EngineError) -> None:
     """Print what happened and, when there is one, the fix."""
     err.print(f"[bold red]error:[/] {error.message}", soft_wrap=True)

@@ -37,7 +37,7 @@ _PACKAGES = ("ray", "mlx", "mlx-lm", "transformers", "numpy")
 @reports_errors
 def doctor(
     model: Annotated[str, typer.Option(help="The model to load for the engine's checks.")] = "demo",
-    port: Annotated[int, typer.Option(help="The port that `serve` would use.")] = 8000,
+    port: Annotated[int, typer.Option(help="The port that `serve` would use.", min=1, max=65535)] = 8000,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Check this machine: versions, memory, sleep, network, clock, port, disk, and the engine on the given model.

@@ -15,6 +15,7 @@ from typing import Any
 
 from serve_app.cli.console import CommandFailedError, err
 from serve_app.config import APP_NAME, ray_environment
+from serve_app.node.machine_checks import reach
 from serve_app.node.settings import Installation
 
 CALL_TIMEOUT_S = 30.0
@@ -28,6 +29,7 @@ def joined(address: str, token_file: Path | None) -> Iterator[None]:
     Raises CommandFailedError when there is none.
     """
     address, own = set_environment(address, token_file)
+    _require_reachable(address)
     # Serve sets its loggers' levels itself, so a level of ours would not last.
     logging.disable(logging.WARNING)
     import ray
@@ -44,6 +46,15 @@ def joined(address: str, token_file: Path | None) -> Iterator[None]:
     finally:
         leave: Any = ray.shutdown
         leave()
+
+
+def _require_reachable(address: str) -> None:
+    """Ray itself would try for two minutes, and say so in its own words."""
+    host, found, port = address.rpartition(":")
+    if not found or not port.isdigit() or "/" in host:
+        return
+    if (reason := reach(host, int(port))) is not None:
+        raise CommandFailedError(f"There is no Ray at {address}: {reason}.", "see that the head runs, and its address")
 
 
 def set_environment(address: str, token_file: Path | None) -> tuple[str, dict[str, Any]]:

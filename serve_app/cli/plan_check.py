@@ -17,8 +17,8 @@ from serve_app.capacity.check import Comparison, compare, predict
 from serve_app.capacity.profile import MachineProfile, read_profile
 from serve_app.capacity.simulator import Load
 from serve_app.cli import bench_options as option
-from serve_app.cli.bench_output import DEFAULT_FOLDER, write_results
-from serve_app.cli.console import out, print_json, progress, reports_errors
+from serve_app.cli.bench_output import DEFAULT_FOLDER, results_folder, write_results
+from serve_app.cli.console import endpoint_of, out, print_json, progress, reports_errors
 from serve_app.cli.trust import Authority, office_trust
 
 Checked = tuple[str, tuple[Comparison, ...]]
@@ -41,11 +41,11 @@ def check(
     """Set the planner's prediction beside a measurement of the same sessions at the same moments."""
     document = read_document(recorded)
     if url is not None:
-        replayed = document.target
+        folder, replayed = results_folder(out_folder), document.target
         count_tokens, eos_token_ids = token_counter(tokenizer)
         target = Target(
             "replay",
-            url.rstrip("/"),
+            endpoint_of(url),
             replayed.model,
             EosBan(replayed.eos_ban),
             eos_token_ids,
@@ -53,7 +53,7 @@ def check(
             trust=office_trust(authority),
         )
         document = _replayed(document, target, count_tokens, allow_remote)
-        write_results([document], Path(out_folder), title="Replay", plots=False)
+        write_results([document], folder, title="Replay", plots=False)
     checked = list(_check(document, read_profile(profile), macs, slots))
     if not checked:
         raise BenchError("The run has no level in an open loop.", "record one with `metalslots bench --rate`")

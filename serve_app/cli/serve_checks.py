@@ -1,6 +1,6 @@
 """What must hold on this machine before `serve` starts anything, each failure with its cause and one fix.
 
-Owns: checks of the port, the disk and the model's files. Must not know: Ray or MLX; memory is the engine's own check.
+Owns: checks of the port, its certificate and the disk. Must not know: Ray or MLX; memory is the engine's own check.
 """
 
 from __future__ import annotations
@@ -8,12 +8,14 @@ from __future__ import annotations
 import errno
 import shutil
 import socket
+import ssl
 from pathlib import Path
 
 import psutil
 
 from engine.errors import ConfigError
 from serve_app.cli.console import CommandFailedError
+from serve_app.config import HttpsConfig
 
 # Ray's session folder and logs; models are not counted, since they are fetched elsewhere.
 MIN_FREE_DISK_BYTES = 500 * 2**20
@@ -66,3 +68,17 @@ def check_disk(folder: Path) -> None:
             "for logs and sockets.",
             "free some space there, or set TMPDIR to a folder on another disk",
         )
+
+
+def check_https(https: HttpsConfig | None) -> None:
+    """Raise ConfigError when the files of the port's certificate are missing, or are none. ``https`` None: no TLS."""
+    if https is None:
+        return
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(https.certificate, https.key)
+    except OSError as error:  # ssl.SSLError is one
+        reason = "they are no certificate and its key" if isinstance(error, ssl.SSLError) else error.strerror
+        raise ConfigError(
+            f"`https` cannot be served with {https.certificate} and {https.key}: {reason}.",
+            "name the PEM files of a certificate and of its key",
+        ) from error

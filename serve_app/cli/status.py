@@ -15,7 +15,7 @@ import typer
 from rich.console import RenderableType
 from rich.live import Live
 
-from serve_app.cli.console import CommandFailedError, out, print_json, reports_errors
+from serve_app.cli.console import CommandFailedError, endpoint_of, out, print_json, reports_errors
 from serve_app.cli.status_view import lost, view
 from serve_app.cli.trust import Authority, office_trust
 from serve_app.trust import untrusted
@@ -36,7 +36,7 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print everything that is known as JSON.")] = False,
 ) -> None:
     """Show Macs, slots, queue and memory of a running endpoint: the dashboard in a terminal."""
-    trust = office_trust(authority)
+    url, trust = endpoint_of(url), office_trust(authority)
     if as_json:
         print_json(_fetch(url, STATUS, key, trust))
         return
