@@ -244,9 +244,6 @@ def _decision(call: GenerateCall, mac: OfficeMac, other: OfficeMac, reason: Reas
     return Decision(call.request_id, reason, chosen, alternatives, (), num_prompt, 3, time.time())
 
 
-# --- load -----------------------------------------------------------------------------------------------------------
-
-
 class Load:
     """Everybody asks, reads, and asks on: conversations that grow, a document now and then."""
 
@@ -316,9 +313,6 @@ def _count(buckets: dict[int, int], value_s: float) -> None:
     from serve_app.telemetry.hour import count
 
     count(buckets, value_s)
-
-
-# --- the server -----------------------------------------------------------------------------------------------------
 
 
 @dataclass

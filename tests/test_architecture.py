@@ -27,6 +27,7 @@ LONG_FILES: dict[str, str] = {}
 LONG_FUNCTIONS: dict[str, str] = {}
 SLEEPING_TESTS: dict[str, str] = {}
 
+RULER = re.compile(r"\s*#\s*[-=#*]{3,}")
 FORBIDDEN_TEXT = re.compile(r"\b(?:TODO|FIXME|XXX|HACK|NotImplementedError)\b|pragma: no cover")
 UNITLESS_NAME = re.compile(r"(?:.*_)?(?:timeout|delay|duration|interval)|size")
 NUMBER_TYPE = re.compile(r"\b(?:int|float)\b")
@@ -151,6 +152,16 @@ def test_no_loose_ends_in_the_text() -> None:
         for match in FORBIDDEN_TEXT.finditer(line)
     ]
     require_none(offenders, "finish it, or leave it out")
+
+
+def test_no_rulers_between_parts_of_a_file() -> None:
+    offenders = [
+        f"{relative(path)}:{number}"
+        for path in python_files(*PACKAGES, "tests")
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if RULER.match(line)
+    ]
+    require_none(offenders, "a file that needs parts is two files; else its names say it")
 
 
 def numbers_declared(node: ast.AST) -> Iterator[tuple[str, ast.expr, int]]:

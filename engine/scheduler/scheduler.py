@@ -81,8 +81,6 @@ class Scheduler:
         self._counters = Counters()
         self._num_arrivals = 0
 
-    # --- requests in and out ---------------------------------------------------------------------------------------
-
     @property
     def has_unfinished(self) -> bool:
         """Whether any request is waiting or running."""
@@ -146,8 +144,6 @@ class Scheduler:
         """Ids that finished or were preempted and have no row in flight: tell the runner before the next launch."""
         return self._residency.take_released()
 
-    # --- steps -----------------------------------------------------------------------------------------------------
-
     def schedule(self, now_s: float) -> StepBatch | None:
         """The next step, or None when there is nothing to compute now."""
         assert len(self._flight) < self._config.max_steps_in_flight, "too many steps in flight"
@@ -190,8 +186,6 @@ class Scheduler:
             self._settle_states(saved, still_runs=False)
         return [self._fail(r, error, now_s) for r in step.requests if r.place is not Place.GONE]
 
-    # --- for the memory guard --------------------------------------------------------------------------------------
-
     def hold_admissions(self, held: bool) -> None:
         """While held, nobody gets a slot, and the waiting wait for headroom."""
         self._admission.is_held = held
@@ -208,8 +202,6 @@ class Scheduler:
         if victim is not None:
             self._preempt(victim, now_s)
         return victim is not None
-
-    # --- what is to be seen ----------------------------------------------------------------------------------------
 
     def stats(self, now_s: float) -> SchedulerStats:
         """The moment's numbers and the totals since the start."""
@@ -249,8 +241,6 @@ class Scheduler:
         assert running | waiting == set(self._requests), "a request is nowhere"
         assert self._residency.num_running <= self._config.slots, "more requests run than there are slots"
         self._shares.check_invariants(self._requests.values())
-
-    # --- inside ----------------------------------------------------------------------------------------------------
 
     def _root_of(self, asked: EngineRequest) -> bytes:
         user = asked.user if self._config.prefix_cache == "per-user" else ""

@@ -92,9 +92,6 @@ def _thinking(call: GenerateCall, marks: ThinkingMarks | None, is_open: bool, to
     return None
 
 
-# --- tools ---------------------------------------------------------------------------------------------------------
-
-
 def _shown_tools(
     call: GenerateCall, tool_format: ToolFormat
 ) -> tuple[Sequence[ChatMessage], Sequence[Mapping[str, Any]] | None]:
@@ -133,9 +130,6 @@ def _written_out(message: Message, tool_format: ToolFormat) -> dict[str, Any]:
         written = f'{{"name": {json.dumps(function["name"])}, "arguments": {function["arguments"]}}}'
         content += f"{tool_format.start}{written}{tool_format.end}"
     return {**plain, "content": content}
-
-
-# --- what the answer is held to --------------------------------------------------------------------------------------
 
 
 def _grammar(call: GenerateCall, tool_format: ToolFormat, tokenizer: Tokenizer) -> Grammar | None:

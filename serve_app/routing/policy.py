@@ -121,8 +121,6 @@ class RoutingPolicy:
         if replica in self._table:
             self._correct(replica)
 
-    # --- inside ----------------------------------------------------------------------------------------------------
-
     def _penalties(self, request: RoutingRequest, cached: Floats, now_s: float) -> Floats:
         """Seconds that put rows behind others for what they are, and not for what they cost."""
         n, columns = self._table.num_rows, self._table.columns

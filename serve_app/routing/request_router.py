@@ -130,8 +130,6 @@ class MetalRouter(RequestRouter):
         super().on_replica_actor_unavailable(replica_id)
         self._policy.suspect(replica_id.unique_id, time.monotonic())
 
-    # --- inside ----------------------------------------------------------------------------------------------------
-
     def _take_report(self, name: str, replica: RunningReplica, now_s: float) -> None:
         sequence = replica.routing_stats.get("sequence")
         watched = self._watched.get(name)

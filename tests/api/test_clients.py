@@ -61,9 +61,6 @@ async def gpt(text: str) -> AsyncIterator[tuple[openai.AsyncOpenAI, SpeakingRunn
             yield client, runner
 
 
-# --- Anthropic ----------------------------------------------------------------------------------------------------
-
-
 async def both_messages(client: anthropic.AsyncAnthropic, **asked: Any) -> anthropic.types.Message:
     """The message, after checking that it is the same whole and streamed."""
     asked = {"model": "chain", "max_tokens": 500, "messages": HELLO, **asked}
@@ -169,9 +166,6 @@ async def test_messages_are_refused_in_their_own_shape(changes: dict[str, Any], 
         assert set(body["error"]) == {"type", "message"}
 
 
-# --- OpenAI's Responses API ---------------------------------------------------------------------------------------
-
-
 async def both_responses(client: openai.AsyncOpenAI, **asked: Any) -> Any:
     """The response, after checking that it is the same whole and streamed, and that events are numbered."""
     asked = {"model": "chain", "input": "hello", **asked}
@@ -236,9 +230,6 @@ async def test_embeddings_are_refused_with_the_reason() -> None:
             await client.embeddings.create(model="chain", input="hello")
 
 
-# --- LangChain ----------------------------------------------------------------------------------------------------
-
-
 @asynccontextmanager
 async def chain(text: str) -> AsyncIterator[ChatOpenAI]:
     async with serving(text) as (app, _):
@@ -262,8 +253,6 @@ async def test_langchain_gets_structured_output() -> None:
         answer = await model.with_structured_output(schema, method="json_schema").ainvoke("hello")
         assert answer == {"text": "x"}
 
-
-# --- what all of them can ask for ---------------------------------------------------------------------------------
 
 GPT = openai.OpenAI(api_key="x")
 NOT_OF_THE_BODY = {"extra_headers", "extra_query", "extra_body", "timeout", "workspace_id"}

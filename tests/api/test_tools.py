@@ -181,8 +181,6 @@ async def test_formats_reach_the_engine() -> None:
         assert json.loads(grammar.text) == schema
 
 
-# --- thinking -----------------------------------------------------------------------------------------------------
-
 THINKS = TEMPLATE + "{# <think></think> #}{% if enable_thinking is defined %}[{{ enable_thinking }}]{% endif %}"
 
 
@@ -226,8 +224,6 @@ async def test_what_was_thought_goes_back_to_templates_that_take_it() -> None:
         await client.chat.completions.create(model="chain", messages=history)  # type: ignore[arg-type]
         assert "assistant:Yes.(hm)" in runner.prompt
 
-
-# --- other notations ----------------------------------------------------------------------------------------------
 
 CHANNELS = TEMPLATE + "{% if tools %}{{ tools[0].function.description }}{% endif %}{# <|channel|> <|message|> #}"
 COMMENTARY = '<|channel|>commentary to=functions.find <|constrain|>json<|message|>{"text": "x"}'

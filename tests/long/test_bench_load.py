@@ -162,9 +162,6 @@ async def test_a_failed_call_ends_its_session() -> None:
     assert [call.call_index for call in result.calls] == [0, 0]
 
 
-# --- a whole plan ---------------------------------------------------------------------------------------------------
-
-
 def silent(_text: str, _fraction: float | None = None) -> None: ...
 
 

@@ -104,9 +104,6 @@ def test_runs_are_added_until_the_mean_is_known() -> None:
     assert len(planner(settings=fine).simulate(4, 1, 12)) == 12
 
 
-# --- machines -------------------------------------------------------------------------------------------------------
-
-
 def test_a_bigger_chip_is_faster_and_more_memory_holds_more() -> None:
     model = ModelSpec(32e9, 32e9, 4.5, 128 * 1024)
     small, large = (estimated_kind(chip, 128, model) for chip in ("m4-max", "m3-ultra"))
@@ -135,8 +132,6 @@ def test_a_profile_survives_its_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         read_profile(tmp_path / "missing.json")
 
-
-# --- the command ----------------------------------------------------------------------------------------------------
 
 APP = typer.Typer()
 APP.command()(plan)

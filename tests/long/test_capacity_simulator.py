@@ -194,9 +194,6 @@ def test_an_arrival_stops_a_jump_at_the_end_of_a_step() -> None:
     assert machine.ends_s == pytest.approx(3.34)
 
 
-# --- step times -----------------------------------------------------------------------------------------------------
-
-
 def test_rates_add_up() -> None:
     assert decode_rows_s(RATES, 1) == pytest.approx(0.01)
     assert decode_rows_s(RATES, 2) == pytest.approx(2 / 170)

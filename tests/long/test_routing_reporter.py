@@ -123,9 +123,6 @@ def test_without_an_engine_there_is_nothing_to_be_had() -> None:
     assert reporter().report(None, ready=True) == ReplicaReport(1, slots=0, ready=False)
 
 
-# --- what a stream does about it ---
-
-
 async def collect(handle: Handle, request_id: str = "c1") -> list[Deltas]:
     asked = GenerateCall(request_id, "m", prompts=("x",))
     async with ReplicaStream(handle, asked) as stream:

@@ -16,9 +16,6 @@ from tests.serve_fakes import CHAT, Client, EngineFleet, ScriptedFleet, client_o
 COMPLETION: dict[str, Any] = {"model": "chain", "prompt": "once", "max_tokens": 4, "temperature": 0}
 
 
-# --- whole answers and streams ------------------------------------------------------------------------------------
-
-
 async def test_a_chat_is_answered_whole() -> None:
     async with EngineFleet() as fleet:
         reply = await client_of(fleet).post("/v1/chat/completions", {**CHAT, "max_tokens": 5, "temperature": 0})
@@ -135,9 +132,6 @@ async def test_status_shows_the_engine_and_null_for_what_is_unknown() -> None:
     assert (await client_of(ScriptedFleet()).get("/status")).json["replicas"][0]["engine"] is None
 
 
-# --- errors -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("raw", "content_type", "status"),
     [
@@ -233,9 +227,6 @@ async def test_a_whole_answer_that_fails_late_still_gets_its_status() -> None:
     assert (reply.status, reply.error["code"]) == (503, "replica_lost")
 
 
-# --- time ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("stream", [True, False])
 async def test_an_answer_that_takes_too_long_is_a_408_and_its_call_is_closed(stream: bool) -> None:
     fleet = ScriptedFleet(asyncio.Event())
@@ -268,9 +259,6 @@ async def test_silence_before_the_first_token_is_filled_with_comments() -> None:
     assert reply.status == 200
     assert reply.events[-1] == "[DONE]"
     assert reply.events[1]["choices"][0]["delta"]["content"] == "one"
-
-
-# --- clients that leave -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -336,9 +324,6 @@ class _Posting:
 
     async def __aexit__(self, *error: Any) -> None:
         await self._connection.__aexit__(*error)
-
-
-# --- names of requests --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -118,9 +118,6 @@ async def test_a_scrape_takes_no_time_worth_mentioning_after_ten_thousand_reques
     assert min(times_s) < SCRAPE_LIMIT_S
 
 
-# --- traces -------------------------------------------------------------------------------------------------------
-
-
 def traced() -> tuple[Tracing, InMemorySpanExporter]:
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))

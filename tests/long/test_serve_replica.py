@@ -54,9 +54,6 @@ async def answer(fleet: EngineFleet, asked: GenerateCall) -> list[Deltas]:
         return [message async for message in messages]
 
 
-# --- when messages go out -----------------------------------------------------------------------------------------
-
-
 async def test_the_first_item_goes_out_at_once_and_the_rest_at_the_end_at_the_latest() -> None:
     source = Source()
     async with aclosing(batches([source.run()], lambda: LONG_S)) as arriving:
@@ -140,9 +137,6 @@ async def test_leaving_closes_every_source(started: bool) -> None:
     assert [source.closed for source in sources] == [True, True]
 
 
-# --- what messages hold -------------------------------------------------------------------------------------------
-
-
 def delta(index: int = 0, **more: Any) -> GenerationDelta:
     values: dict[str, Any] = {
         "request_id": "c1",
@@ -216,9 +210,6 @@ async def test_the_first_token_is_a_message_and_those_of_a_flush_interval_are_an
     assert [len(message.choices[0].token_ids) for message in rest] == [39]
 
 
-# --- refusals, and calls that are left ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("asked", "kind", "param"),
     [
@@ -278,9 +269,6 @@ async def test_leaving_a_call_frees_every_slot_it_held() -> None:
         await answer(fleet, _numbered(9))
         scheduler = fleet.engine.status().scheduler
         assert (scheduler.num_running, scheduler.num_cancelled) == (0, 4)
-
-
-# --- figures for Ray ----------------------------------------------------------------------------------------------
 
 
 async def test_figures_for_the_autoscaler_are_numbers_whatever_the_engines_state() -> None:

@@ -143,9 +143,6 @@ async def test_a_model_that_gives_none_refuses() -> None:
             await ask(engine, "e", [1], embeds=True)
 
 
-# --- from files to clients --------------------------------------------------------------------------------------------
-
-
 def write_model(folder: Path, pooling: dict[str, bool], *, tied: bool) -> None:
     """An embedding model as its makers publish them: weights of the decoder alone, and how to pool."""
     model, config = build("qwen3", vocab_size=257, eos_token_id=EOS, tie_word_embeddings=tied)

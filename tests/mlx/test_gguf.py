@@ -35,8 +35,6 @@ def logits_of(model: Model) -> mx.array:
     return model(mx.array(TOKENS))
 
 
-# --- architectures ------------------------------------------------------------------------------------------------
-
 # GGUF's name -> mlx-lm's module and what its tiny model must have.
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"layer_types": None}),
@@ -99,9 +97,6 @@ def test_the_parts_of_a_split_model_are_found(tmp_path: Path) -> None:
         load_model(resolve_model(str(first)), backend="cpu")
 
 
-# --- RoPE ---------------------------------------------------------------------------------------------------------
-
-
 def test_llama_3_frequency_factors_are_applied(tmp_path: Path) -> None:
     scaling = {
         "rope_type": "llama3",
@@ -139,8 +134,6 @@ def test_linear_rope_scaling_is_applied(tmp_path: Path, architecture: str) -> No
     loaded = load_model(resolve_model(str(path)), backend="cpu", parity="off")
     np.testing.assert_allclose(logits_of(loaded.model), logits_of(model), atol=2e-5)
 
-
-# --- block formats ------------------------------------------------------------------------------------------------
 
 EXACT = (Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0, Kind.Q4_K, Kind.Q5_K)
 QUANTISED_ANEW = {Kind.Q2_K: 4, Kind.Q3_K: 5, Kind.Q6_K: 8, Kind.TQ1_0: 4, Kind.TQ2_0: 4, Kind.MXFP4: 6}
@@ -260,9 +253,6 @@ def test_loading_needs_its_result_and_little_more(tmp_path: Path) -> None:
         assert mx.get_peak_memory() - before < result + 32 * 2**20
         assert in_numpy < 160 * 2**20
         del loaded
-
-
-# --- whole files --------------------------------------------------------------------------------------------------
 
 
 def test_a_packed_file_computes_what_its_dense_form_does(tmp_path: Path) -> None:

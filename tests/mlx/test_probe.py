@@ -82,9 +82,6 @@ def test_a_window_that_would_take_too_long_to_outgrow_is_disclosed(monkeypatch: 
     assert any("beyond the window of 64 tokens was not checked" in note for note in loaded.facts.disclosures)
 
 
-# --- deliberately broken copies --------------------------------------------------------------------------------------
-
-
 def without_windows(loaded: LoadedModel) -> LoadedModel:
     """A copy that forgot its sliding windows."""
     layers = tuple(dataclasses.replace(layer, window=None) for layer in loaded.layers)

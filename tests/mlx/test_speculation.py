@@ -27,9 +27,6 @@ def row_with(*drafts: int, request_id: str = "r") -> BatchRow:
     return BatchRow(request_id, 0, 4, 1 + len(drafts), [1] * 5, [0], 5, GREEDY, 7, True, 3, draft_token_ids=drafts)
 
 
-# --- the rule -----------------------------------------------------------------------------------------------------
-
-
 def test_every_guess_has_a_place_with_the_random_numbers_of_its_own_index() -> None:
     places = sampling_places(row_with(8, 9))
     assert [place.output_index for place in places] == [3, 4, 5]
@@ -55,9 +52,6 @@ def test_a_place_that_fails_fails_its_row() -> None:
     first, second, third = (place.request_id for place in sampling_places(row))
     verified = verify([row], {first: SampledToken(8), third: SampledToken(5)}, {second: error})
     assert verified == ({}, {"r": error}, {})
-
-
-# --- models -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

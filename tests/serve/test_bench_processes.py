@@ -27,8 +27,6 @@ from serve_app.cli.bench import app
 from tests.long.test_capacity_simulator import office
 from tests.unit.test_bench_verdict import document, run
 
-# --- children -------------------------------------------------------------------------------------------------------
-
 SERVER = """
 import http.server, signal, subprocess, sys
 {prelude}
@@ -116,9 +114,6 @@ def test_llama_cpp_gets_the_slots_and_a_context_for_each(tmp_path: Path, monkeyp
         llama_cpp_server(replace(gguf, kind="folder"), 4, 1000)
 
 
-# --- pictures -------------------------------------------------------------------------------------------------------
-
-
 def test_every_picture_is_drawn_in_both_formats(tmp_path: Path) -> None:
     paths = draw_all([document("ours"), document("theirs", run(slots=()))], tmp_path, "x")
     assert [path.name for path in paths] == [
@@ -141,17 +136,11 @@ def test_a_plan_is_drawn_with_and_without_times(tmp_path: Path) -> None:
     assert (tmp_path / "plan.svg").stat().st_size > 1000
 
 
-# --- the client itself ----------------------------------------------------------------------------------------------
-
-
 async def test_the_client_stamps_every_event_after_it_was_written() -> None:
     check = await check_client(events_per_s=200.0, duration_s=0.25)
     assert (check.num_streams, check.num_events) == (5, 50)
     assert check.delays_s.min >= 0
     assert check.gaps_stamped_s.num == check.gaps_written_s.num == 45
-
-
-# --- the whole command ----------------------------------------------------------------------------------------------
 
 
 def test_a_run_against_a_server_with_known_timing(tmp_path: Path) -> None:

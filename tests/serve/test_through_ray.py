@@ -168,8 +168,6 @@ def test_errors_of_the_proxys_neighbours_are_in_openais_shape(chain: Endpoint) -
         assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
 
 
-# --- Python tools -------------------------------------------------------------------------------------------------
-
 SHORT = Ask(max_tokens=12, sampling=SamplingParams(temperature=0.0))
 LONG = Ask(max_tokens=400, sampling=SamplingParams(temperature=0.0))
 
@@ -212,9 +210,6 @@ def test_a_python_tool_that_leaves_early_frees_its_slot(chain: Endpoint, sync: b
         asyncio.run(leave())
     eventually(lambda: chain.scheduler()["num_cancelled"] == before + 1)
     assert chain.scheduler()["num_running"] == 0
-
-
-# --- what the pieces rest on --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", [name for name in TABLE if name.startswith(("ray.", "grpc."))])

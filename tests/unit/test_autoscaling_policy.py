@@ -157,9 +157,6 @@ def test_limits_always_hold_and_a_steady_load_settles(loads: list[tuple[int, flo
     assert fleet.wanted == min(4, max(minimum, 2 + spare))
 
 
-# --- Serve's side ---
-
-
 @dataclass
 class Context:
     """What Serve gives, as far as it is read."""

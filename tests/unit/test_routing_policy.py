@@ -45,9 +45,6 @@ def cold(number: int) -> PrefixChain:
     return PrefixChain((name,), (6000,), name, 6000)
 
 
-# --- cost ---
-
-
 def test_the_terms_of_the_cost() -> None:
     columns = {
         "slots": np.array([4.0, 4.0]),
@@ -64,9 +61,6 @@ def test_the_terms_of_the_cost() -> None:
     assert costs.disturbance_s.tolist() == [6.0, 12.0]
     assert costs.silence_s.tolist() == [0.0, 2.0]
     assert costs.total_s.tolist() == [17.0, 34.0]
-
-
-# --- one choice ---
 
 
 def test_a_conversation_returns_to_where_it_is_cached() -> None:
@@ -223,9 +217,6 @@ def test_prompts_of_two_users_do_not_share_where_caches_are_per_user() -> None:
     again = policy.choose(RoutingRequest("c", PROMPT, TALK, salt="anna"), 0.0)
     assert again is not None
     assert max(c.num_cached_tokens for c in (again.chosen, *again.alternatives)) == 6000
-
-
-# --- many choices ---
 
 
 def test_a_burst_spreads_before_any_report_comes() -> None:

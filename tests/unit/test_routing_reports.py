@@ -50,9 +50,6 @@ def test_reports_of_other_versions_are_read_as_far_as_they_go() -> None:
     assert from_stats(broken) == replace(REPORT, open_tags=frozenset(), prefixes=frozenset(), answer_s=None)
 
 
-# --- a replica's memory ---
-
-
 def test_a_memory_lets_go_of_the_longest_unused_and_keeps_beginnings_longer_than_ends() -> None:
     memory = PrefixMemory(500)
     memory.remember(chain(1, 2, 3))
@@ -88,9 +85,6 @@ def test_a_memory_never_holds_more_than_the_cache(prompts: list[list[int]], num_
         memory.remember(chain(*names))
         assert memory.num_tokens <= num_kept
         assert memory.num_tokens == sum(memory._share.values())
-
-
-# --- a router's index ---
 
 
 class IndexMachine(RuleBasedStateMachine):
@@ -147,9 +141,6 @@ def test_many_holders_are_found_at_once() -> None:
         index.report(row, frozenset({1}), 0.0)
     assert index.num_cached_tokens((1,), (10,), 50).tolist() == [10.0 * (row % 2 == 0) for row in range(50)]
     assert np.count_nonzero(index.num_cached_tokens((2,), (10,), 50)) == 0
-
-
-# --- a router's own calls ---
 
 
 def test_a_call_counts_until_a_report_counts_it() -> None:

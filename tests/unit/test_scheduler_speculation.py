@@ -73,9 +73,6 @@ def test_an_entry_that_always_says_no_is_measured_again() -> None:
     assert costs.ratio(1, 4) == pytest.approx(1.4)
 
 
-# --- with the scheduler -------------------------------------------------------------------------------------------
-
-
 def cheap_tokens(batch: StepBatch) -> float:
     return 0.050 + 0.0005 * batch.num_tokens
 

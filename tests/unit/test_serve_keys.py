@@ -41,9 +41,6 @@ def bearer(text: str) -> dict[str, str]:
     return {"authorization": f"Bearer {text}"}
 
 
-# --- the file -----------------------------------------------------------------------------------------------------
-
-
 def test_only_the_hash_is_kept(tmp_path: Path) -> None:
     keys, text = made(tmp_path, requests_per_minute=5)
     path = tmp_path / "keys.yaml"
@@ -94,9 +91,6 @@ def test_others_may_reach_it_only_with_keys(tmp_path: Path, host: str) -> None:
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "127.1.2.3"])
 def test_this_machine_needs_none(host: str) -> None:
     assert load_app_config({"host": host}).keys == ()
-
-
-# --- at the door --------------------------------------------------------------------------------------------------
 
 
 async def test_only_known_keys_come_in(tmp_path: Path) -> None:
@@ -253,9 +247,6 @@ async def test_another_keys_cached_prompts_cannot_be_told_from_none(tmp_path: Pa
         assert await cached(anna) == 0
         assert await cached(anna) > 0
         assert await cached(ben) == 0
-
-
-# --- browsers -----------------------------------------------------------------------------------------------------
 
 
 async def test_pages_of_other_origins_are_let_in_only_where_configured(tmp_path: Path) -> None:

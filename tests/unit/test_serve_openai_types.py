@@ -37,9 +37,6 @@ def refusal(kind: type[ChatCompletionRequest | CompletionRequest], body: Any) ->
     return explain([{**finding, "loc": ("body", *finding["loc"])} for finding in caught.value.errors()])
 
 
-# --- accepted -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", [ChatCompletionRequest, CompletionRequest])
 def test_null_means_not_given_for_every_optional_field(
     kind: type[ChatCompletionRequest | CompletionRequest],
@@ -170,8 +167,6 @@ def test_the_conversation_is_named_by_header_cache_key_or_user(fields: dict[str,
     request = ChatCompletionRequest.model_validate({**CHAT, **fields})
     assert chat_call(request, CallContext("id", "m", 60.0, session_key=header)).session_key == key
 
-
-# --- refused ------------------------------------------------------------------------------------------------------
 
 WRONG_NUMBERS = [True, "1", [], {}, float("nan"), float("inf"), -float("inf"), 10**400]
 

@@ -170,9 +170,6 @@ def _memory(engine: EngineStatus) -> Json | None:
     }
 
 
-# --- the last hour ----------------------------------------------------------------------------------------------------
-
-
 def _hour(views: Sequence[ReplicaView], ingresses: Sequence[IngressView], now_unix_s: float) -> Json:
     of_all = (*(view.minutes for view in views), *(ingress.minutes for ingress in ingresses))
     minutes = [minute for minutes in of_all for minute in minutes]
@@ -202,9 +199,6 @@ def _totals(minutes: Sequence[Minute]) -> Json:
         "gap_s": {"p50": percentile_s(gap, 50), "p95": percentile_s(gap, 95)},
         "queue_s": {"p50": percentile_s(queue, 50), "p95": percentile_s(queue, 95)},
     }
-
-
-# --- what was decided, what failed ------------------------------------------------------------------------------------
 
 
 def _decision(decision: Decision, hosts: Mapping[str, str]) -> Json:
