@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from engine.mlx_backend.kernels import reference
 from engine.mlx_backend.kernels.paged_attention import PagedKernels
+from engine.mlx_backend.kernels.reference import HeldPool, hold
 from engine.mlx_backend.kernels.tiling import TUNINGS, Geometry
 
 F32, F16, BF16 = mx.float32, mx.float16, mx.bfloat16
@@ -28,27 +29,29 @@ CONFIGURATIONS = {
     "two tiles, 256 wide, bf16 pool": (Geometry(32, 2, 256, 32, 0.0625, 700), F32, BF16, NARROW),
 }
 
+# Geometry, the model's numbers, what a packed pool's are read as, its bits, tuning.
+PACKED_CONFIGURATIONS = {
+    "8 bits, grouped heads, 128 wide, bf16": (Geometry(8, 2, 128, 16, 128**-0.5), BF16, BF16, 8, WIDE),
+    "4 bits, eight heads a group, 128 wide, fp16": (Geometry(8, 1, 128, 16, 128**-0.5), F16, F16, 4, WIDE),
+    "8 bits, 160 wide, soft cap, sinks, fp32": (Geometry(2, 2, 160, 8, 0.1, 0, 30.0, True), F32, F32, 8, WIDE),
+    "4 bits, 96 wide, window, loading ahead": (Geometry(7, 1, 96, 16, 0.1, 50, 0.0, True), F16, F16, 4, AHEAD),
+}
+
 # Largest |error| allowed, in units of the result's own size: half the spacing of the output's numbers, and a little.
 TOLERANCES = {mx.float32: 2e-5, mx.float16: 2e-3, mx.bfloat16: 1.5e-2}
 
 
 @dataclass
-class ArrayPool:
-    """A pool as the kernels want it."""
-
-    keys: mx.array
-    values: mx.array
-
-
-@dataclass
 class Case:
-    """Rows of ``lengths`` (the new token counted) whose past lies in a pool that is NaN everywhere else."""
+    """Rows of ``lengths`` (the new token counted) whose past lies in a pool that is NaN everywhere else. With
+    ``kv_bits`` the pool is packed: every unused position's scale and bias is NaN."""
 
     geometry: Geometry
     dtype: mx.Dtype
     pool_dtype: mx.Dtype
     lengths: Sequence[int]
     seed: int
+    kv_bits: int | None = None
 
     def __post_init__(self) -> None:
         self.random = np.random.default_rng(self.seed)
@@ -63,21 +66,24 @@ class Case:
         self.table = np.full((len(self.lengths), self.width), 2**24, np.int32)
         for row, count in enumerate(needed):
             self.table[row, :count] = blocks[sum(needed[:row]) : sum(needed[:row]) + count]
-        self.pool = ArrayPool(self._poisoned(), self._poisoned())
+        self.pool = HeldPool(self._poisoned(), self._poisoned(), self.kv_bits)
         B, D = len(self.lengths), g.head_dim
         self.queries = self.draw(B, g.num_heads, 1, D, scale=2.0)
         self.k_new, self.v_new = self.draw(B, g.num_kv_heads, 1, D), self.draw(B, g.num_kv_heads, 1, D)
         self.sinks = self.draw(g.num_heads) if g.has_sinks else None
-        mx.eval(self.pool.keys, self.pool.values, self.queries, self.k_new, self.v_new)
+        mx.eval(self.pool.arrays(), self.queries, self.k_new, self.v_new)
 
     def draw(self, *shape: int, scale: float = 1.0) -> mx.array:
         """Normal numbers of the model's type."""
         return mx.array(self.random.standard_normal(shape).astype(np.float32) * scale).astype(self.dtype)
 
-    def filled(self) -> mx.array:
-        return mx.array(self.random.standard_normal(self.pool.keys.shape).astype(np.float32)).astype(self.pool_dtype)
+    def filled(self) -> HeldPool:
+        """A pool of the same size with numbers at every position."""
+        shape = len(self.pool.keys[0]), self.geometry.head_dim
+        keys, values = (mx.array(self.random.standard_normal(shape).astype(np.float32)) for _ in range(2))
+        return HeldPool.of(keys, values, self.pool_dtype, self.kv_bits)
 
-    def _poisoned(self) -> mx.array:
+    def _poisoned(self) -> list[mx.array]:
         g = self.geometry
         rows = (self.num_blocks + 1) * g.block_size
         numbers = np.full((g.num_kv_heads, rows, g.head_dim), np.nan, np.float32)
@@ -85,24 +91,24 @@ class Case:
             past = np.arange(max(0, length - g.window) if g.window else 0, length - 1)
             places = self.table[row, past // g.block_size] * g.block_size + past % g.block_size
             numbers[:, places] = self.random.standard_normal((g.num_kv_heads, len(past), g.head_dim))
-        return mx.array(numbers.reshape(-1, g.head_dim)).astype(self.pool_dtype)
+        held = hold(mx.array(np.nan_to_num(numbers.reshape(-1, g.head_dim))), self.pool_dtype, self.kv_bits)
+        unused = mx.array(np.isnan(numbers).any(axis=-1).reshape(-1, 1))
+        return [x if x.dtype == mx.uint32 else mx.where(unused, mx.array(np.nan, x.dtype), x) for x in held]
 
     def check_decode(self, kernels: PagedKernels) -> None:
         """One decode step: result, stored tokens, untouched rest and version against the reference."""
         lengths = mx.array(np.array(self.lengths, np.int32))
-        before = mx.array(self.pool.keys), mx.array(self.pool.values)
         safe_table = mx.array(np.minimum(self.table, self.num_blocks))
-        wanted, keys, values = reference.decode(
-            self.geometry, self.queries, self.k_new, self.v_new, *before, safe_table, lengths, self.sinks
+        wanted, pool = reference.decode(
+            self.geometry, self.queries, self.k_new, self.v_new, self.pool.copy(), safe_table, lengths, self.sinks
         )
-        mx.eval(wanted, keys, values)
+        mx.eval(wanted, pool.arrays())
         version = mx.array([self.seed], mx.int32)
         out, version = kernels.decode(
             *(self.queries, self.k_new, self.v_new, self.pool, mx.array(self.table), lengths, version, self.sinks)
         )
         assert version.item() == self.seed + 1
-        assert same(self.pool.keys, keys), "keys: not exactly the new tokens were stored"
-        assert same(self.pool.values, values), "values: not exactly the new tokens were stored"
+        assert same_pools(self.pool, pool), "not exactly the new tokens were stored"
         error = float(mx.max(mx.abs(out.astype(mx.float32) - wanted) / (1.0 + mx.abs(wanted))))
         assert error <= TOLERANCES[self.dtype], f"{self.lengths}: error {error}"
 
@@ -110,6 +116,11 @@ class Case:
 def same(a: mx.array, b: mx.array) -> bool:
     """Equal number by number, NaN equal to NaN."""
     return bool(mx.array_equal(a, b, equal_nan=True))
+
+
+def same_pools(a: HeldPool, b: HeldPool) -> bool:
+    """Every array equal."""
+    return all(same(x, y) for x, y in zip(a.arrays(), b.arrays(), strict=True))
 
 
 def random_lengths(random: np.random.Generator, num_rows: int, longest: int, block_size: int) -> list[int]:

@@ -20,12 +20,15 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.mlx_backend.kernels.dialect import SOURCE, Buffer, KernelText
-from engine.mlx_backend.kernels.launch import Groups
+from engine.mlx_backend.kernels.launch import Groups, buffer_dtypes
 
 COMPILER = shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
-_FLAGS = ("-std=gnu++17", "-O2", "-fPIC", "-U_FORTIFY_SOURCE", "-fno-stack-protector", "-w")
+# -O1: a kernel is compiled for longer than it runs.
+_FLAGS = ("-std=gnu++17", "-O1", "-fPIC", "-U_FORTIFY_SOURCE", "-fno-stack-protector", "-w")
 PRELUDE = SOURCE / "prelude_cpp.h"
-_CPP_TYPES = {mx.float32: "float", mx.float16: "float16", mx.bfloat16: "bfloat16"}
+BUFFER_TYPES = {"half": "Half", "word": "Word", "float": "float", "int": "int"}
+"""The preludes' names of the types that no template decides."""
+_CPP_TYPES = {mx.float32: "float", mx.float16: "float16", mx.bfloat16: "bfloat16", mx.uint32: "Word"}
 
 
 class Emulator:
@@ -79,7 +82,7 @@ class EmulatedKernel:
     ) -> None:
         assert set(constants) == set(text.constants), f"{text.name}: constants {sorted(constants)}"
         self._emulator, self._text = emulator, text
-        self._dtypes = {"T": dtype, "P": pool_dtype, "float": mx.float32, "int": mx.int32}
+        self._dtypes = buffer_dtypes(dtype, pool_dtype)
         self._source = cpp_source(text, _CPP_TYPES[dtype], _CPP_TYPES[pool_dtype], constants)
         self._library: ctypes.CDLL | None = None
 
@@ -139,12 +142,12 @@ def _numbers(array: mx.array) -> npt.NDArray[Any]:
 
 def cpp_source(text: KernelText, dtype: str, pool_dtype: str, constants: Mapping[str, int]) -> str:
     """A C++ file with one entry point ``run``, to be compiled behind the prelude."""
-    types = {"T": dtype, "P": pool_dtype, "float": "float", "int": "int"}
+    types = {"T": dtype, "P": pool_dtype, **BUFFER_TYPES}
     body = text.body("cpp")
     parameters, arguments = [], []
     for index, buffer in enumerate((*text.inputs, *text.outputs)):
         const = "const " if buffer in text.inputs else ""
-        parameters.append(f"{const}{buffer.type}* {buffer.name}")
+        parameters.append(f"{const}{BUFFER_TYPES.get(buffer.type, buffer.type)}* {buffer.name}")
         arguments.append(f"({const}{types[buffer.type]}*)buffers[{index}]")
         if names_shape(body, buffer):
             parameters.append(f"const int* {buffer.name}_shape")

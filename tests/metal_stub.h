@@ -13,6 +13,7 @@ typedef __fp16 bfloat;  // a second 16-bit type that converts through float
 typedef half float16_t;
 typedef bfloat bfloat16_t;
 typedef int int32_t;
+typedef unsigned int uint32_t;
 struct uint3 {
   uint x, y, z;
 };
@@ -29,6 +30,8 @@ template <typename To, typename From>
 To as_type(From x);
 float log(float x);
 half log(half x);
+float rint(float x);
+half rint(half x);
 float exp2(float x);
 half exp2(half x);
 namespace precise {

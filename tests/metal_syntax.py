@@ -22,7 +22,7 @@ _FLAGS = (
     *("-fno-rtti", "-Werror", "-Wno-unknown-attributes", "-Wno-unused-parameter", "-Wno-pass-failed"),
     *("-Wno-ignored-attributes", "-Wno-overloaded-virtual"),
 )
-_TYPES = {"T": "T", "P": "P", "float": "float", "int": "int32_t"}
+_TYPES = {"T": "T", "P": "P", "half": "half", "word": "uint32_t", "float": "float", "int": "int32_t"}
 _ATTRIBUTES = {
     "simdgroup_index_in_threadgroup": "uint",
     "thread_index_in_simdgroup": "uint",

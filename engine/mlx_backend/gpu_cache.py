@@ -38,17 +38,17 @@ class GpuStep:
 
 
 class KernelBook:
-    """Kernels by layer geometry; scale and sinks are known when a layer first attends."""
+    """Kernels by layer geometry; scale and sinks are known when a layer first attends. ``kv_bits``: of packed pools."""
 
-    def __init__(self, block_size: int, factory: KernelFactory, tuning: Tuning) -> None:
-        self.block_size, self.factory, self.tuning = block_size, factory, tuning
+    def __init__(self, block_size: int, factory: KernelFactory, tuning: Tuning, kv_bits: int | None = None) -> None:
+        self.block_size, self.factory, self.tuning, self.kv_bits = block_size, factory, tuning, kv_bits
         self._kernels: dict[tuple[Geometry, mx.Dtype, mx.Dtype], PagedKernels] = {}
 
     def kernels(self, geometry: Geometry, dtype: mx.Dtype, pool_dtype: mx.Dtype) -> PagedKernels:
         """The kernels of ``geometry``, bound once."""
         key = (geometry, dtype, pool_dtype)
         if key not in self._kernels:
-            self._kernels[key] = PagedKernels(geometry, dtype, pool_dtype, self.factory, self.tuning)
+            self._kernels[key] = PagedKernels(geometry, dtype, pool_dtype, self.factory, self.tuning, self.kv_bits)
         return self._kernels[key]
 
 
@@ -108,7 +108,7 @@ class GpuLayerCache(PagedLayerCache):
         """Copy whole blocks, ``pairs`` int32 [N, 2] of source and target, after all steps built so far."""
         shape = self.pool.shape
         geometry = Geometry(shape.num_kv_heads, shape.num_kv_heads, shape.k_head_dim, self._book.block_size, 1.0)
-        dtype = self.pool.keys.dtype
+        dtype = self.pool.dtype
         self.version = self._book.kernels(geometry, dtype, dtype).copy_blocks(self.pool, pairs, self.version)
 
     def _attend_gathered(
@@ -126,7 +126,8 @@ class GpuLayerCache(PagedLayerCache):
         rows = slice(chunk.first, chunk.first + chunk.count)
         first = chunk_context_start(chunk.start, window, self._book.block_size)
         num_positions = chunk.start + chunk.count - first
-        if num_positions == chunk.count:  # nothing before the chunk: its own keys and values are all there is
+        if num_positions == chunk.count and kernels.kv_bits is None:
+            # Nothing before the chunk: its own keys and values are all there is. A packed pool gives back others.
             k, v = (x[rows].transpose(2, 1, 0, 3) for x in (keys, values))
         else:
             span = step.arrays[f"span_{window}_{index}"]
@@ -153,7 +154,7 @@ class GpuLayerCache(PagedLayerCache):
             window=shape.window or 0,
             has_sinks=sinks is not None,
         )
-        return self._book.kernels(geometry, queries.dtype, self.pool.keys.dtype)
+        return self._book.kernels(geometry, queries.dtype, self.pool.dtype)
 
 
 def _window_mask(chunk: ChunkShape, first: int, window: int) -> mx.array:

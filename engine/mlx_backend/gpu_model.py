@@ -57,6 +57,7 @@ class GpuModel(PackedModel):
             block_size=block_size,
             dtype=dtype,
             max_model_len=max_model_len,
+            kv_bits=book.kv_bits,
         )
         self.products = _products_of(loaded, book)
         fused = _fused_heads_of(loaded, book, self.products)

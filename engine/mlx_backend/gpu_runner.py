@@ -73,6 +73,7 @@ class GpuModelRunner:
         factory: KernelFactory,
         tuning: Tuning,
         kv_dtype: KvDtype = "auto",
+        kv_bits: int | None = None,
         samples_on_device: bool = True,
         compiles: bool = True,
     ) -> None:
@@ -80,7 +81,7 @@ class GpuModelRunner:
         self._thread_id = threading.get_ident()
         self._facts = dataclasses.replace(
             loaded.facts,
-            kv_bytes_per_token=loaded.kv_bytes_per_token(dtype),
+            kv_bytes_per_token=loaded.kv_bytes_per_token(dtype, kv_bits),
             guides=loaded.grammars is not None,
             verifies_drafts=True,
         )
@@ -90,7 +91,7 @@ class GpuModelRunner:
             num_blocks=num_blocks,
             block_size=block_size,
             dtype=dtype,
-            book=KernelBook(block_size, factory, tuning),
+            book=KernelBook(block_size, factory, tuning, kv_bits),
             sampling=SampleKernel(factory) if samples_on_device else None,
             compiles=compiles,
         )

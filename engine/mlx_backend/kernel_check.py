@@ -20,6 +20,7 @@ from engine.mlx_backend.kernels import reference
 from engine.mlx_backend.kernels.launch import KernelFactory
 from engine.mlx_backend.kernels.norming import AddNormKernel
 from engine.mlx_backend.kernels.projecting import ProjectionKernel
+from engine.mlx_backend.kernels.reference import HeldPool
 from engine.mlx_backend.kernels.rotating import Heads, RotationKernel
 from engine.mlx_backend.kernels.sampling import SampleKernel
 from engine.mlx_backend.kernels.tiling import LEAST_CHUNK_SPAN, Geometry
@@ -49,19 +50,8 @@ class Verdict:
     error: float
 
 
-@dataclass(slots=True)
-class _Pool:
-    keys: mx.array
-    values: mx.array
-
-    def copy(self) -> _Pool:
-        copied = _Pool(mx.array(self.keys), mx.array(self.values))
-        mx.eval(copied.keys, copied.values)
-        return copied
-
-
 class Trials:
-    """All trials for layers of one ``geometry``."""
+    """All trials for layers of one ``geometry`` and pools as ``book`` has them."""
 
     def __init__(self, geometry: Geometry, dtype: mx.Dtype, pool_dtype: mx.Dtype, book: KernelBook) -> None:
         self.geometry, self.dtype = geometry, dtype
@@ -71,7 +61,8 @@ class Trials:
         B, width = len(_LENGTHS), -(-max(_LENGTHS) // g.block_size)
         num_blocks = B * width
         rows = (num_blocks + 1) * g.block_size
-        self._pool = _Pool(*(self._draw(g.num_kv_heads * rows, g.head_dim).astype(pool_dtype) for _ in range(2)))
+        keys, values = (self._draw(g.num_kv_heads * rows, g.head_dim) for _ in range(2))
+        self._pool = HeldPool.of(keys, values, pool_dtype, book.kv_bits)
         self._table = mx.array(self._random.permutation(num_blocks).reshape(B, width).astype(np.int32))
         self._lengths = mx.array(np.array(_LENGTHS, np.int32))
         self._queries = self._draw(B, g.num_heads, 1, g.head_dim)
@@ -108,10 +99,9 @@ class Trials:
             inputs = (self._queries, *self._new)
             out, version = self._kernels.decode(*inputs, pool, table, lengths, mx.zeros((1,), mx.int32), self._sinks)
             mx.eval(out, version)
-            results += [out, pool.keys, pool.values]
-            wanted += reference.decode(
-                self.geometry, *inputs, self._pool.keys, self._pool.values, table, lengths, self._sinks
-            )
+            wanted_out, wanted_pool = reference.decode(self.geometry, *inputs, self._pool, table, lengths, self._sinks)
+            results += [out, *pool.numbers()]
+            wanted += [wanted_out, *wanted_pool.numbers()]
         return results, wanted
 
     def _write(self) -> tuple[Arrays, Arrays]:
@@ -120,16 +110,12 @@ class Trials:
         targets = mx.array([3, -1, 9, 8, 40, 41, 42, -1, 0], mx.int32)
         pool = self._pool.copy()
         mx.eval(self._kernels.write(new, new, pool, targets, mx.zeros((1,), mx.int32)))
-        wanted = [reference.write(g, new, array, targets) for array in (self._pool.keys, self._pool.values)]
-        return [pool.keys, pool.values], wanted
+        return pool.numbers(), reference.write(g, new, new, self._pool, targets).numbers()
 
     def _gather(self) -> tuple[Arrays, Arrays]:
         table, span = self._table[3], mx.array([self.geometry.block_size, 150, 160], mx.int32)
         keys, values, _ = self._kernels.gather(self._pool, table, span, 160, mx.zeros((1,), mx.int32))
-        wanted = [
-            reference.gather(self.geometry, array, table, span, 160) for array in (self._pool.keys, self._pool.values)
-        ]
-        return [keys, values], wanted
+        return [keys, values], reference.gather(self.geometry, self._pool, table, span, 160)
 
     def _attend_chunks(self) -> tuple[Arrays, Arrays]:
         """A table so narrow that contexts are whole, and one whose contexts are split where the chip has room."""
@@ -139,17 +125,15 @@ class Trials:
         for start, table in ((narrow * g.block_size - 40, self._table[2:, :narrow]), (130, self._table[2:])):
             chunks, version = mx.array([[0, 20, 0], [20, 40, start]], mx.int32), mx.zeros((1,), mx.int32)
             out, version = self._kernels.attend_chunks(queries, self._pool, table, chunks, version, self._sinks)
-            k_pool, v_pool = self._pool.keys, self._pool.values
             results.append(out)
-            wanted.append(reference.attend_chunks(g, queries, k_pool, v_pool, table, chunks, self._sinks))
+            wanted.append(reference.attend_chunks(g, queries, self._pool, table, chunks, self._sinks))
         return results, wanted
 
     def _copy_blocks(self) -> tuple[Arrays, Arrays]:
         pairs = mx.array([[0, 5], [7, 2]], mx.int32)
         pool = self._pool.copy()
         mx.eval(self._kernels.copy_blocks(pool, pairs, mx.zeros((1,), mx.int32)))
-        wanted = [reference.copy_blocks(self.geometry, array, pairs) for array in (self._pool.keys, self._pool.values)]
-        return [pool.keys, pool.values], wanted
+        return pool.numbers(), reference.copy_blocks(self.geometry, self._pool, pairs).numbers()
 
     def _order(self) -> tuple[Arrays, Arrays]:
         """Steps that each read what the one before wrote: all in one evaluation, one by one, and overlapping."""
@@ -160,7 +144,7 @@ class Trials:
         expected = [*wanted, *wanted]
         return [*in_one, *in_flight], expected
 
-    def _steps(self, pool: _Pool, start: Callable[[list[mx.array]], None]) -> list[mx.array]:
+    def _steps(self, pool: HeldPool, start: Callable[[list[mx.array]], None]) -> list[mx.array]:
         g, version = self.geometry, mx.zeros((1,), mx.int32)
         lengths = mx.array([1, 1, 30, 60], mx.int32)
         new, outputs = self._new, []

@@ -23,10 +23,7 @@ import numpy.typing as npt
 from engine.errors import UnsupportedModelError
 from engine.mlx_backend.gathered_attention import attend
 from engine.mlx_backend.input_batch import AttentionPlan, LayerKind, Run, StepInputs
-
-KV_GROUP = 32
-"""Numbers that share a scale and a bias in a pool of few bits."""
-_SCALE_AND_BIAS_BYTES = 4
+from engine.mlx_backend.kernels.tiling import KV_GROUP, SCALE_AND_BIAS_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +44,7 @@ class LayerShape:
         """Pool bytes per position: numbers of ``dtype``, or of ``kv_bits`` bits with their scales."""
         if kv_bits is None:
             return self.values_per_token * dtype.size
-        return self.values_per_token * kv_bits // 8 + self.values_per_token // KV_GROUP * _SCALE_AND_BIAS_BYTES
+        return self.values_per_token * kv_bits // 8 + self.values_per_token // KV_GROUP * SCALE_AND_BIAS_BYTES
 
     @property
     def kind(self) -> LayerKind:
@@ -56,10 +53,10 @@ class LayerShape:
 
 
 class LayerPool:
-    """Keys and values of one layer for all blocks."""
+    """Keys and values of one layer for all blocks, read as ``dtype``."""
 
     def __init__(self, shape: LayerShape, num_blocks: int, block_size: int, dtype: mx.Dtype) -> None:
-        self.shape = shape
+        self.shape, self.dtype = shape, dtype
         self.block_size = block_size
         self._rows = (num_blocks + 1) * block_size
         self.keys = mx.zeros((shape.num_kv_heads * self._rows, shape.k_head_dim), dtype)

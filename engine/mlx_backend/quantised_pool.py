@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from engine.errors import ConfigError
 from engine.mlx_backend.input_batch import Run
-from engine.mlx_backend.paged_cache import KV_GROUP, LayerPool, LayerShape
+from engine.mlx_backend.kernels.tiling import KV_GROUP
+from engine.mlx_backend.paged_cache import LayerPool, LayerShape
 
 _SCALE_DTYPE = mx.float16
 
@@ -40,7 +41,7 @@ class QuantisedLayerPool(LayerPool):
     """As ``LayerPool``. ``dtype`` is what is read; what is held are codes with a half-precision scale and bias."""
 
     def __init__(self, shape: LayerShape, num_blocks: int, block_size: int, dtype: mx.Dtype, bits: int) -> None:
-        self.shape = shape
+        self.shape, self.dtype = shape, dtype
         self.block_size = block_size
         self._rows = (num_blocks + 1) * block_size
         num_rows = shape.num_kv_heads * self._rows
@@ -107,12 +108,15 @@ class _PackedRows:
     def write(self, vectors: mx.array, write_index: mx.array) -> None:
         if vectors.shape[-1] == 0:
             return
-        for array, packed in zip(self.parts, mx.quantize(vectors, KV_GROUP, self._bits), strict=True):
-            array[write_index] = packed.astype(array.dtype)
+        # From fp32: a bf16 scale is wrong by half a code at the far end of 8 bits.
+        packed = mx.quantize(vectors.astype(mx.float32), KV_GROUP, self._bits)
+        for array, part in zip(self.parts, packed, strict=True):
+            array[write_index] = part.astype(array.dtype)
 
     def read(self, take: Callable[[mx.array], mx.array]) -> mx.array:
         codes, scales, biases = (take(array) for array in self.parts)
         if codes.shape[-1] == 0:
             return codes.astype(self._dtype)
-        scales, biases = scales.astype(self._dtype), biases.astype(self._dtype)
-        return mx.dequantize(codes, scales, biases, KV_GROUP, self._bits)
+        if self._dtype == mx.float32:
+            scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
+        return mx.dequantize(codes, scales, biases, KV_GROUP, self._bits).astype(self._dtype)

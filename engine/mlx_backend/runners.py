@@ -37,6 +37,8 @@ from engine.mlx_backend.step_model import StepForm
 
 logger = logging.getLogger(__name__)
 
+_OTHER_FORM = "Kernels off: they compute packed steps, and this model's are {}."
+
 
 def make_runner(
     loaded: LoadedModel,
@@ -51,8 +53,7 @@ def make_runner(
     kv_bits: int | None = None,
 ) -> ModelRunner:
     """The fastest runner that computes ``loaded`` rightly here. A kernel that is turned off is named in the log and in
-    the facts' disclosures; so is a form of steps, or a pool of few bits, that the kernels do not know."""
-
+    the facts' disclosures; so is a form of steps that the kernels do not know."""
     plain_runner = partial(
         MlxModelRunner,
         num_blocks=num_blocks,
@@ -69,10 +70,10 @@ def make_runner(
     target = gpu_target() if loaded.backend != "cpu" else None
     if target is None:
         return plain_runner(loaded)
-    if obstacle := _obstacle(loaded, kv_bits):
-        return plain_runner(_disclosing(loaded, [obstacle]))
+    if loaded.form is not StepForm.PACKED:
+        return plain_runner(_disclosing(loaded, [_OTHER_FORM.format(loaded.form.value)]))
     factory = gpu_factory(target)
-    loaded, tuning, failed = _prove(loaded, block_size, kv_dtype, factory, TUNINGS[target])
+    loaded, tuning, failed = _prove(loaded, block_size, kv_dtype, kv_bits, factory, TUNINGS[target])
     if not failed <= OPTIONAL:
         return plain_runner(loaded)
     runner = GpuModelRunner(
@@ -84,31 +85,29 @@ def make_runner(
         factory=factory,
         tuning=tuning,
         kv_dtype=kv_dtype,
+        kv_bits=kv_bits,
         samples_on_device=SAMPLING not in failed,
     )
     runner.warm_up()
     return runner
 
 
-def _obstacle(loaded: LoadedModel, kv_bits: int | None) -> str:
-    """Why the kernels cannot serve this model whatever they compute, or an empty string."""
-    if loaded.form is not StepForm.PACKED:
-        return f"Kernels off: they compute packed steps, and this model's are {loaded.form.value}."
-    if kv_bits is not None:
-        return f"Kernels off: they read numbers of half precision or more, and `kv_bits` is {kv_bits}."
-    return ""
-
-
 def _prove(
-    loaded: LoadedModel, block_size: int, kv_dtype: KvDtype, factory: KernelFactory, tuning: Tuning
+    loaded: LoadedModel,
+    block_size: int,
+    kv_dtype: KvDtype,
+    kv_bits: int | None,
+    factory: KernelFactory,
+    tuning: Tuning,
 ) -> tuple[LoadedModel, Tuning, set[str]]:
     """Try every kernel, then whole steps: the model with what is to be disclosed, the tuning without the kernels that
     failed, and the names of these."""
-    verdicts = list(check_kernels(loaded, block_size, kv_dtype, factory, tuning))
+    pool_verdicts = check_pool_kernels(loaded, kv_dtype, KernelBook(block_size, factory, tuning, kv_bits))
+    verdicts = [*pool_verdicts, *check_other_kernels(loaded, factory, tuning)]
     failed = {verdict.name for verdict in verdicts if verdict.problem}
     tuning = _without(tuning, failed)
     if failed <= OPTIONAL:
-        verdicts.append(steps_trial(loaded, block_size, factory, tuning))
+        verdicts.append(steps_trial(loaded, block_size, factory, tuning, kv_bits))
         failed |= {verdict.name for verdict in verdicts[-1:] if verdict.problem}
     problems = {verdict.name: verdict.problem for verdict in reversed(verdicts) if verdict.problem}
     sentences = [f"Kernel off: {name} {problem}." for name, problem in problems.items()]
@@ -125,15 +124,17 @@ def _without(tuning: Tuning, failed: set[str]) -> Tuning:
     )
 
 
-def check_kernels(
-    loaded: LoadedModel, block_size: int, kv_dtype: KvDtype, factory: KernelFactory, tuning: Tuning
-) -> Iterator[Verdict]:
-    """Verdicts on every kernel that ``loaded`` needs, each distinct kind of layer apart."""
+def check_pool_kernels(loaded: LoadedModel, kv_dtype: KvDtype, book: KernelBook) -> Iterator[Verdict]:
+    """Verdicts on every kernel that reads or writes a pool of ``book``'s kind, each distinct kind of layer apart."""
     pool_dtype = resolve_kv_dtype(loaded, kv_dtype)
-    for geometry in layer_geometries(loaded, block_size):
-        yield from Trials(geometry, loaded.compute_dtype, pool_dtype, KernelBook(block_size, factory, tuning)).run()
+    for geometry in layer_geometries(loaded, book.block_size):
+        yield from Trials(geometry, loaded.compute_dtype, pool_dtype, book).run()
     if any(layer.k_head_dim != layer.v_head_dim for layer in loaded.layers):
         yield Verdict("paged decode attention", "does not know keys and values of different sizes", float("inf"))
+
+
+def check_other_kernels(loaded: LoadedModel, factory: KernelFactory, tuning: Tuning) -> Iterator[Verdict]:
+    """Verdicts on the kernels that know no pool, as far as ``loaded`` needs them."""
     if tuning.projects_rows and loaded.compute_dtype.size == 2:
         yield projection_trial(factory, loaded.compute_dtype)
     if tuning.rotates_heads:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import Literal
 
@@ -30,12 +30,14 @@ from engine.mlx_backend.batching_curve import (
     save_profile,
 )
 from engine.mlx_backend.device import choose_backend, device_facts, measure_sgemm_gflops, use_backend
+from engine.mlx_backend.gpu_cache import KernelBook
+from engine.mlx_backend.kernel_check import Verdict
 from engine.mlx_backend.kernel_speed import compare_speeds
-from engine.mlx_backend.kernels.launch import gpu_factory, gpu_target
-from engine.mlx_backend.kernels.tiling import TUNINGS
+from engine.mlx_backend.kernels.launch import KernelFactory, gpu_factory, gpu_target
+from engine.mlx_backend.kernels.tiling import KV_GROUP, TUNINGS, Tuning
 from engine.mlx_backend.loaded_model import LoadedModel
 from engine.mlx_backend.loader import load_model
-from engine.mlx_backend.runners import check_kernels, make_runner
+from engine.mlx_backend.runners import check_other_kernels, check_pool_kernels, make_runner
 from engine.mlx_backend.step_check import steps_trial
 from engine.mlx_backend.step_model import StepForm
 from engine.model_source import resolve_model
@@ -146,12 +148,7 @@ def _kernels(loaded: LoadedModel) -> Iterator[Finding]:
     if loaded.form is not StepForm.PACKED:
         yield Finding("kernels", "skip", f"they compute packed steps, and this model's are {loaded.form.value}")
         return
-    factory, tuning = gpu_factory(target), TUNINGS[target]
-    verdicts = chain(
-        check_kernels(loaded, _BLOCK_SIZE_TOKENS, "auto", factory, tuning),
-        (steps_trial(loaded, _BLOCK_SIZE_TOKENS, factory, tuning) for _ in range(1)),
-    )
-    for verdict in verdicts:
+    for verdict in _verdicts(loaded, gpu_factory(target), TUNINGS[target]):
         if verdict.problem:
             yield Finding(
                 f"kernel: {verdict.name}", "fail", verdict.problem, "none needed: plain MLX runs; report this line"
@@ -160,6 +157,20 @@ def _kernels(loaded: LoadedModel) -> Iterator[Finding]:
             yield Finding(
                 f"kernel: {verdict.name}", "pass", f"as its reference, largest difference {verdict.error:.2g}"
             )
+
+
+def _verdicts(loaded: LoadedModel, factory: KernelFactory, tuning: Tuning) -> Iterator[Verdict]:
+    """On plain pools, then on pools of 8 and 4 bits where this model can have them."""
+    yield from check_other_kernels(loaded, factory, tuning)
+    packs = all(layer.k_head_dim % KV_GROUP == 0 for layer in loaded.layers)
+    for kv_bits in (None, 8, 4) if packs else (None,):
+        pool = f", {kv_bits} bits" if kv_bits else ""
+        verdicts = chain(
+            check_pool_kernels(loaded, "auto", KernelBook(_BLOCK_SIZE_TOKENS, factory, tuning, kv_bits)),
+            (steps_trial(loaded, _BLOCK_SIZE_TOKENS, factory, tuning, kv_bits) for _ in range(1)),
+        )
+        for verdict in verdicts:
+            yield replace(verdict, name=f"{verdict.name}{pool}")
 
 
 def _speeds(loaded: LoadedModel) -> Iterator[Finding]:

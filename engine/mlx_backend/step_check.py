@@ -30,22 +30,31 @@ _STEPS = (((0, 20), (1, 3)), ((0, 1), (1, 9)), ((0, 1), (1, 1)))
 _NUM_SEQUENCES = 2
 
 
-def steps_trial(loaded: LoadedModel, block_size: int, factory: KernelFactory, tuning: Tuning) -> Verdict:
-    """Logits of three steps by the kernels against those by plain operations."""
+def steps_trial(
+    loaded: LoadedModel, block_size: int, factory: KernelFactory, tuning: Tuning, kv_bits: int | None = None
+) -> Verdict:
+    """Logits of three steps by the kernels against those by plain operations, over pools of the same kind."""
 
     def trial() -> tuple[Arrays, Arrays]:
-        distances = _distances(loaded, block_size, factory, tuning)
+        distances = _distances(loaded, KernelBook(block_size, factory, tuning, kv_bits))
         return [mx.array(distances)], [mx.zeros(len(distances))]
 
     return judge(_NAME, trial, _TOLERANCES[loaded.compute_dtype.size])
 
 
-def _distances(loaded: LoadedModel, block_size: int, factory: KernelFactory, tuning: Tuning) -> list[float]:
+def _distances(loaded: LoadedModel, book: KernelBook) -> list[float]:
+    block_size, tuning = book.block_size, book.tuning
     blocks_per_row = -(-32 // block_size)
     sizes = {"num_blocks": _NUM_SEQUENCES * blocks_per_row, "block_size": block_size}
     max_model_len = loaded.facts.max_model_len
-    plain = PackedModel(loaded.model, loaded.layers, dtype=loaded.compute_dtype, max_model_len=max_model_len, **sizes)
-    book = KernelBook(block_size, factory, tuning)
+    plain = PackedModel(
+        loaded.model,
+        loaded.layers,
+        dtype=loaded.compute_dtype,
+        max_model_len=max_model_len,
+        kv_bits=book.kv_bits,
+        **sizes,
+    )
     ours = GpuModel(loaded, dtype=loaded.compute_dtype, book=book, sampling=None, compiles=False, **sizes)
     if ours.products is not None:
         ours.products.uses = dict.fromkeys(range(1, 9), Use.ALL if tuning.projects_rows else Use.JOINED)

@@ -14,7 +14,7 @@ from engine.mlx_backend.kernels import reference
 from engine.mlx_backend.kernels.launch import gpu_factory, gpu_target
 from engine.mlx_backend.kernels.paged_attention import PagedKernels
 from engine.mlx_backend.kernels.tiling import TUNINGS, Geometry
-from tests.kernel_cases import CONFIGURATIONS, Case, random_lengths
+from tests.kernel_cases import CONFIGURATIONS, PACKED_CONFIGURATIONS, Case, random_lengths
 
 
 @pytest.fixture(autouse=True)
@@ -46,14 +46,27 @@ def test_decode(name: str) -> None:
         Case(geometry, dtype, pool_dtype, lengths, seed).check_decode(kernels)
 
 
+@pytest.mark.parametrize("name", PACKED_CONFIGURATIONS)
+def test_decode_over_few_bits(name: str) -> None:
+    geometry, dtype, pool_dtype, kv_bits, tuning = PACKED_CONFIGURATIONS[name]
+    target = gpu_target()
+    assert target is not None
+    kernels = PagedKernels(geometry, dtype, pool_dtype, gpu_factory(target), tuning, kv_bits)
+    random = np.random.default_rng(8)
+    for seed, (num_rows, longest) in enumerate([(1, 1), (1, 3000), (5, 700), (33, 40)]):
+        lengths = random_lengths(random, num_rows, longest, geometry.block_size)
+        Case(geometry, dtype, pool_dtype, lengths, seed, kv_bits).check_decode(kernels)
+
+
+@pytest.mark.parametrize("kv_bits", [0, 8, 4], ids=["plain pool", "8 bits", "4 bits"])
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=["fp16", "bf16"])
 @pytest.mark.parametrize("window", [0, 48], ids=["all positions", "a window"])
-def test_every_trial_passes(dtype: mx.Dtype, window: int) -> None:
+def test_every_trial_passes(dtype: mx.Dtype, window: int, kv_bits: int) -> None:
     target = gpu_target()
     assert target is not None
     factory = gpu_factory(target)
     geometry = Geometry(8, 2, 128, 16, 128**-0.5, window)
-    book = KernelBook(16, factory, TUNINGS[target])
+    book = KernelBook(16, factory, TUNINGS[target], kv_bits or None)
     verdicts = [*Trials(geometry, dtype, dtype, book).run(), sampling_trial(factory, dtype)]
     verdicts += [rotation_trial(factory, dtype, 128), norm_trial(factory, dtype)]
     if TUNINGS[target].projects_rows:

@@ -40,7 +40,12 @@ def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
 
 
 def gpu_runner(
-    loaded: LoadedModel, emulator: Emulator, *, samples_on_device: bool = True, tuning: Tuning = TUNING
+    loaded: LoadedModel,
+    emulator: Emulator,
+    *,
+    samples_on_device: bool = True,
+    tuning: Tuning = TUNING,
+    kv_bits: int | None = None,
 ) -> GpuModelRunner:
     return GpuModelRunner(
         loaded,
@@ -50,13 +55,16 @@ def gpu_runner(
         max_chunk_tokens=32,
         factory=emulator,
         tuning=tuning,
+        kv_bits=kv_bits,
         samples_on_device=samples_on_device,
         compiles=False,
     )
 
 
-def cpu_runner(loaded: LoadedModel) -> MlxModelRunner:
-    return MlxModelRunner(loaded, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, slots=SLOTS, max_chunk_tokens=32)
+def cpu_runner(loaded: LoadedModel, kv_bits: int | None = None) -> MlxModelRunner:
+    return MlxModelRunner(
+        loaded, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, slots=SLOTS, max_chunk_tokens=32, kv_bits=kv_bits
+    )
 
 
 def prompts(count: int, longest: int) -> list[list[int]]:
@@ -108,6 +116,20 @@ def test_the_pipeline_gives_the_cpu_runners_text(architecture: str, emulator: Em
     requests = [(prompt, SamplingParams(temperature=0.0, max_tokens=3 + i)) for i, prompt in enumerate(prompts(9, 60))]
     wanted = [output.token_ids for output in serve(cpu_runner(loaded), requests)]
     assert [output.token_ids for output in serve(gpu_runner(loaded, emulator), requests)] == wanted
+
+
+@pytest.mark.parametrize(("architecture", "kv_bits"), [("llama", 8), ("gemma3_text", 4)])
+def test_over_few_bits_the_text_is_the_cpu_runners_with_as_many(
+    architecture: str, kv_bits: int, emulator: Emulator
+) -> None:
+    """Prompts and single tokens alike: what a step attends over is what its pool gives back."""
+    loaded = tiny_model(architecture, hidden_size=128, head_dim=32)
+    requests = [(prompt, SamplingParams(temperature=0.0, max_tokens=3 + i)) for i, prompt in enumerate(prompts(9, 60))]
+    wanted = [output.token_ids for output in serve(cpu_runner(loaded, kv_bits), requests)]
+    runner = gpu_runner(loaded, emulator, kv_bits=kv_bits)
+    assert runner.facts.kv_bytes_per_token == loaded.kv_bytes_per_token(mx.float32, kv_bits)
+    assert [output.token_ids for output in serve(runner, requests)] == wanted
+    assert wanted != [output.token_ids for output in serve(cpu_runner(loaded), requests)] or kv_bits == 8
 
 
 SAMPLED = [

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import cast
+from typing import Protocol, cast
 
 import mlx.core as mx
 import pytest
@@ -38,6 +38,12 @@ TUNING = Tuning(
 Damage = Mapping[str, tuple[str, str]]
 
 
+class Make(Protocol):
+    """Makes the runner that is chosen on a GPU whose kernels have the given damage."""
+
+    def __call__(self, damage: Damage, kv_bits: int | None = None) -> GpuModelRunner | MlxModelRunner: ...
+
+
 @pytest.fixture(scope="module")
 def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
     return Emulator(tmp_path_factory.mktemp("kernels"))
@@ -46,7 +52,7 @@ def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
 @pytest.fixture(scope="module")
 def model() -> LoadedModel:
     """A half-precision model that says it is on a GPU."""
-    model, config = build("llama", vocab_size=224, layer_types=["full_attention"] * 3)
+    model, config = build("llama", vocab_size=224, layer_types=["full_attention"] * 3, hidden_size=128, head_dim=32)
     model.set_dtype(mx.float16)
     loaded = describe_model(model, config, ModelSource("half", "folder", Path("nowhere"), "r0"), "cpu")
     return dataclasses.replace(loaded, device=dataclasses.replace(loaded.device, backend="cuda"))
@@ -65,12 +71,10 @@ def damaged(emulator: Emulator, damage: Damage) -> KernelFactory:
 
 
 @pytest.fixture
-def make(
-    emulator: Emulator, model: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[Damage], GpuModelRunner | MlxModelRunner]:
+def make(emulator: Emulator, model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> Make:
     """The runner that is chosen on a GPU whose kernels have the given damage."""
 
-    def make(damage: Damage) -> GpuModelRunner | MlxModelRunner:
+    def make(damage: Damage, kv_bits: int | None = None) -> GpuModelRunner | MlxModelRunner:
         def gpu_runner(*args: object, **options: object) -> GpuModelRunner:
             return GpuModelRunner(*args, **options, compiles=False)  # type: ignore[arg-type]
 
@@ -82,14 +86,14 @@ def make(
         monkeypatch.setattr(runners, "TUNINGS", {"cuda": TUNING})
         monkeypatch.setattr(runners, "GpuModelRunner", gpu_runner)
         monkeypatch.setattr(GpuModelRunner, "warm_up", lambda self: None)
-        runner = runners.make_runner(model, num_blocks=16, block_size=8, slots=2, max_chunk_tokens=16)
+        runner = runners.make_runner(model, num_blocks=16, block_size=8, slots=2, max_chunk_tokens=16, kv_bits=kv_bits)
         return cast(GpuModelRunner | MlxModelRunner, runner)
 
     return make
 
 
 def test_sound_kernels_are_used_and_nothing_is_disclosed(
-    make: Callable[[Damage], GpuModelRunner | MlxModelRunner],
+    make: Make,
 ) -> None:
     runner = make({})
     assert isinstance(runner, GpuModelRunner)
@@ -109,9 +113,7 @@ def test_sound_kernels_are_used_and_nothing_is_disclosed(
         pytest.param({"rotate": ("positions[row]", "positions[0]")}, "rotation", id="rotation"),
     ],
 )
-def test_a_failing_kernel_is_turned_off_alone(
-    damage: Damage, name: str, make: Callable[[Damage], GpuModelRunner | MlxModelRunner]
-) -> None:
+def test_a_failing_kernel_is_turned_off_alone(damage: Damage, name: str, make: Make) -> None:
     runner = make(damage)
     assert isinstance(runner, GpuModelRunner)
     (disclosure,) = runner.facts.disclosures
@@ -130,23 +132,45 @@ def test_a_failing_kernel_is_turned_off_alone(
         pytest.param(
             {"paged_decode_whole": ("all_acc / all_sum", "all_acc / all_sum + 0.1f")}, "paged decode", id="decode"
         ),
-        pytest.param({"paged_chunk_write": ("v_pool + to", "v_pool + from")}, "chunk write", id="write"),
+        pytest.param(
+            {"paged_chunk_write": ("store_piece(values_held, to,", "store_piece(values_held, from,")},
+            "chunk write",
+            id="write",
+        ),
         pytest.param({"paged_block_copy": ("pairs[2 * pair]", "pairs[2 * pair + 1]")}, "block copy", id="copy"),
     ],
 )
-def test_without_the_pools_kernels_the_plain_runner_serves(
-    damage: Damage, name: str, make: Callable[[Damage], GpuModelRunner | MlxModelRunner]
-) -> None:
+def test_without_the_pools_kernels_the_plain_runner_serves(damage: Damage, name: str, make: Make) -> None:
     runner = make(damage)
     assert isinstance(runner, MlxModelRunner)
     assert any(disclosure.startswith(f"Kernel off: {name}") for disclosure in runner.facts.disclosures)
 
 
+def test_pools_of_few_bits_are_served_by_their_own_kernels(make: Make) -> None:
+    runner = make({}, 4)
+    assert isinstance(runner, GpuModelRunner)
+    (disclosure,) = runner.facts.disclosures
+    assert "Keys and values have 4 bits" in disclosure
+
+
+def test_packed_kernels_are_judged_by_themselves(make: Make) -> None:
+    damage = {"paged_decode_whole_packed": ("piece.bias = pool", "piece.scale = pool")}
+    assert isinstance(make(damage), GpuModelRunner)
+    runner = make(damage, 4)
+    assert isinstance(runner, MlxModelRunner)
+    assert any(text.startswith("Kernel off: paged decode attention differs") for text in runner.facts.disclosures)
+
+
 def test_whole_steps_are_compared(model: LoadedModel, emulator: Emulator) -> None:
-    assert steps_trial(model, 8, emulator, TUNING).problem == ""
+    for kv_bits in (None, 8, 4):
+        assert steps_trial(model, 8, emulator, TUNING, kv_bits).problem == ""
     broken = damaged(emulator, {"paged_chunk_gather": ("span[0] + place", "span[0] + place / 2")})
     tuning = dataclasses.replace(TUNING, pages_chunks=False)
     assert "differs" in steps_trial(model, 8, broken, tuning).problem
+    broken = damaged(
+        emulator, {"paged_chunk_write_packed": ("store_piece(values_held, to,", "store_piece(values_held, from,")}
+    )
+    assert "differs" in steps_trial(model, 8, broken, TUNING, 4).problem
 
 
 def test_a_cpu_gets_the_plain_runner_unchecked(model: LoadedModel) -> None:

@@ -9,13 +9,13 @@ import pytest
 
 import engine.mlx_backend  # noqa: F401  (loads the BLAS before MLX)
 from engine.mlx_backend.kernels.dialect import ALL_TEXTS, KernelText
-from tests.kernel_emulator import COMPILER, names_shape
+from tests.kernel_emulator import BUFFER_TYPES, COMPILER, names_shape
 from tests.mlx.test_kernels_metal_text import CONSTANTS
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
 STUB = Path(__file__).parent.parent / "cuda_stub.h"
-TYPES = {"T": "__nv_bfloat16", "P": "__half", "float": "float", "int": "int"}
+TYPES = {"T": "__nv_bfloat16", "P": "__half", **BUFFER_TYPES}
 
 
 def cuda_source(text: KernelText) -> str:

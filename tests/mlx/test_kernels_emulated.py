@@ -14,9 +14,18 @@ from engine.mlx_backend.kernels import reference
 from engine.mlx_backend.kernels.norming import AddNormKernel
 from engine.mlx_backend.kernels.paged_attention import PagedKernels
 from engine.mlx_backend.kernels.projecting import ProjectionKernel
+from engine.mlx_backend.kernels.reference import HeldPool
 from engine.mlx_backend.kernels.rotating import Heads, RotationKernel
 from engine.mlx_backend.kernels.tiling import TUNINGS, Geometry, Tuning
-from tests.kernel_cases import CONFIGURATIONS, TOLERANCES, ArrayPool, Case, random_lengths, same
+from tests.kernel_cases import (
+    CONFIGURATIONS,
+    PACKED_CONFIGURATIONS,
+    TOLERANCES,
+    Case,
+    random_lengths,
+    same,
+    same_pools,
+)
 from tests.kernel_emulator import COMPILER, Emulator
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
@@ -24,6 +33,8 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 F32, BF16 = mx.float32, mx.bfloat16
 F16 = mx.float16
 WIDE = TUNINGS["cuda"]
+ONE_SPLIT = {"chunk_groups": 0}
+MANY_SPLITS = {"chunk_groups": 1000, "chunk_simds": 4, "chunk_keys": 64}
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +57,16 @@ def test_decode(name: str, emulator: Emulator) -> None:
         Case(geometry, dtype, pool_dtype, lengths, seed).check_decode(kernels)
 
 
+@pytest.mark.parametrize("name", PACKED_CONFIGURATIONS)
+def test_decode_over_few_bits(name: str, emulator: Emulator) -> None:
+    geometry, dtype, pool_dtype, kv_bits, tuning = PACKED_CONFIGURATIONS[name]
+    random = np.random.default_rng(8)
+    kernels = PagedKernels(geometry, dtype, pool_dtype, emulator, tuning, kv_bits)
+    for seed, (num_rows, longest) in enumerate([(1, 1), (1, 3000), (5, 700), (33, 40)]):
+        lengths = random_lengths(random, num_rows, longest, geometry.block_size)
+        Case(geometry, dtype, pool_dtype, lengths, seed, kv_bits).check_decode(kernels)
+
+
 @pytest.mark.parametrize("target_groups", [1, 1_000_000], ids=["one split", "most splits"])
 def test_a_row_gives_the_same_in_one_split_and_in_many(target_groups: int, emulator: Emulator) -> None:
     geometry = Geometry(8, 2, 128, 16, 128**-0.5)
@@ -60,7 +81,7 @@ def test_tokens_stored_by_a_step_are_read_by_the_next(emulator: Emulator) -> Non
     geometry = Geometry(4, 2, 64, 8, 0.125)
     kernels = PagedKernels(geometry, F32, F32, emulator, WIDE)
     random = np.random.default_rng(3)
-    pool = ArrayPool(mx.full((2 * 9 * 8, 64), float("nan")), mx.full((2 * 9 * 8, 64), float("nan")))
+    pool = HeldPool(*([mx.full((2 * 9 * 8, 64), float("nan"))] for _ in range(2)))
     table = mx.array([[5, 0, 7, 1], [2, 6, 3, 4]], mx.int32)
     version = mx.array([0], mx.int32)
     queries, keys, values = (mx.array(random.standard_normal((20, 2, h, 1, 64)).astype("f4")) for h in (4, 2, 2))
@@ -81,33 +102,38 @@ def test_tokens_stored_by_a_step_are_read_by_the_next(emulator: Emulator) -> Non
     assert version.item() == 20
 
 
-@pytest.mark.parametrize("name", ["grouped heads, 128 wide, bf16", "two tiles, 256 wide, bf16 pool"])
-def test_chunks_are_written_gathered_and_copied(name: str, emulator: Emulator) -> None:
+@pytest.mark.parametrize(
+    ("name", "kv_bits"),
+    [
+        ("grouped heads, 128 wide, bf16", None),
+        ("two tiles, 256 wide, bf16 pool", None),
+        ("grouped heads, 128 wide, bf16", 8),
+        ("three heads a group, 64 wide, fp32", 4),
+    ],
+)
+def test_chunks_are_written_gathered_and_copied(name: str, kv_bits: int | None, emulator: Emulator) -> None:
     geometry, dtype, pool_dtype, tuning = CONFIGURATIONS[name]
-    kernels = PagedKernels(geometry, dtype, pool_dtype, emulator, tuning)
-    case = Case(geometry, dtype, pool_dtype, [100, 1], seed=1)
+    kernels = PagedKernels(geometry, dtype, pool_dtype, emulator, tuning, kv_bits)
+    case = Case(dataclasses.replace(geometry, window=0), dtype, pool_dtype, [100, 1], 1, kv_bits)
     new_keys, new_values = (case.draw(41, geometry.num_kv_heads, 1, geometry.head_dim) for _ in range(2))
     free = sorted(set(range(case.num_blocks)) - set(case.table.reshape(-1).tolist()))
     places = np.concatenate([np.arange(geometry.block_size) + block * geometry.block_size for block in free])
     targets = mx.array(np.where(np.arange(41) % 7 == 3, -1, case.random.permutation(places)[:41]).astype(np.int32))
 
-    wanted_keys = reference.write(geometry, new_keys, mx.array(case.pool.keys), targets)
-    wanted_values = reference.write(geometry, new_values, mx.array(case.pool.values), targets)
+    wanted = reference.write(geometry, new_keys, new_values, case.pool.copy(), targets)
     version = kernels.write(new_keys, new_values, case.pool, targets, mx.array([0], mx.int32))
-    assert same(case.pool.keys, wanted_keys)
-    assert same(case.pool.values, wanted_values)
+    assert same_pools(case.pool, wanted)
 
     table, span = mx.array(case.table[0]), mx.array([32, 99, 80], mx.int32)
     keys, values, version = kernels.gather(case.pool, table, span, 80, version)
-    assert same(keys, reference.gather(geometry, case.pool.keys, table, span, 80).astype(dtype))
-    assert same(values, reference.gather(geometry, case.pool.values, table, span, 80).astype(dtype))
+    for gathered, numbers in zip((keys, values), reference.gather(geometry, case.pool, table, span, 80), strict=True):
+        assert same(gathered, numbers.astype(dtype))
 
     pairs = mx.array([[int(case.table[0, 1]), free[0]], [int(case.table[1, 0]), free[1]]], mx.int32)
-    wanted = [reference.copy_blocks(geometry, mx.array(pool), pairs) for pool in (case.pool.keys, case.pool.values)]
+    wanted = reference.copy_blocks(geometry, case.pool.copy(), pairs)
     version = kernels.copy_blocks(case.pool, pairs, version)
-    assert same(case.pool.keys, wanted[0])
-    assert same(case.pool.values, wanted[1])
-    assert version.item() == 3
+    assert same_pools(case.pool, wanted)
+    assert version.item() == 2 + len(case.pool.keys)
 
 
 @pytest.mark.parametrize(
@@ -119,18 +145,31 @@ def test_chunks_are_written_gathered_and_copied(name: str, emulator: Emulator) -
         "one head for all, 64 wide, fp32 pool",
     ],
 )
-@pytest.mark.parametrize(
-    "cut",
-    [{"chunk_groups": 0}, {"chunk_groups": 1000, "chunk_simds": 4, "chunk_keys": 64}],
-    ids=["one split", "many splits"],
-)
+@pytest.mark.parametrize("cut", [ONE_SPLIT, MANY_SPLITS], ids=["one split", "many splits"])
 def test_chunks_attend_over_their_paged_context(cut: dict[str, Any], name: str, emulator: Emulator) -> None:
+    check_chunks(cut, name, None, emulator)
+
+
+@pytest.mark.parametrize(
+    ("cut", "name", "kv_bits"),
+    [
+        (ONE_SPLIT, "grouped heads, 128 wide, bf16", 8),
+        (MANY_SPLITS, "seven heads a group, 96 wide, window", 4),
+    ],
+    ids=["8 bits, one split", "4 bits, many splits"],
+)
+def test_chunks_attend_over_few_bits(cut: dict[str, Any], name: str, kv_bits: int, emulator: Emulator) -> None:
+    check_chunks(cut, name, kv_bits, emulator)
+
+
+def check_chunks(cut: dict[str, Any], name: str, kv_bits: int | None, emulator: Emulator) -> None:
+    """Chunk attention of a configuration of ``kernel_cases``, its tuning changed by ``cut``, against the reference."""
     geometry, dtype, pool_dtype, tuning = CONFIGURATIONS[name]
     tuning = dataclasses.replace(tuning, **cut)
-    kernels = PagedKernels(geometry, dtype, pool_dtype, emulator, tuning)
+    kernels = PagedKernels(geometry, dtype, pool_dtype, emulator, tuning, kv_bits)
     for seed, spans in enumerate([[(0, 1)], [(0, 70), (200, 33)], [(31, 2), (0, 0), (1000, 50)]]):
         # A chunk [start, start + count) is stored already: its last token counts as the past of a next one.
-        case = Case(geometry, dtype, pool_dtype, [start + count + 1 for start, count in spans], seed)
+        case = Case(geometry, dtype, pool_dtype, [start + count + 1 for start, count in spans], seed, kv_bits)
         table = mx.array(case.table)
         rows = sum(count for _, count in spans)
         queries = case.draw(rows + 3, geometry.num_heads, 1, geometry.head_dim, scale=2.0)  # three rows of padding
@@ -139,15 +178,15 @@ def test_chunks_attend_over_their_paged_context(cut: dict[str, Any], name: str, 
         pool = _unwindowed(case)
         out, version = kernels.attend_chunks(queries, pool, table, chunks, mx.array([4], mx.int32), case.sinks)
         safe = mx.array(np.minimum(case.table, case.num_blocks))
-        wanted = reference.attend_chunks(geometry, queries, pool.keys, pool.values, safe, chunks, case.sinks)
+        wanted = reference.attend_chunks(geometry, queries, pool, safe, chunks, case.sinks)
         error = mx.max(mx.abs(out[:rows].astype(F32) - wanted[:rows]) / (1.0 + mx.abs(wanted[:rows])))
         assert float(error) <= TOLERANCES[dtype] * 1.5, spans  # weights are rounded to 16 bits before they are summed
         assert version.item() == 5
 
 
-def _unwindowed(case: Case) -> ArrayPool:
+def _unwindowed(case: Case) -> HeldPool:
     """The case's pool with a past for every position: a chunk's first token sees further back than its last."""
-    return case.pool if not case.geometry.window else ArrayPool(case.filled(), case.filled())
+    return case.pool if not case.geometry.window else case.filled()
 
 
 @pytest.mark.parametrize("num_rows", [1, 8, 13, 32])
@@ -232,6 +271,6 @@ def test_the_emulator_rounds_as_mlx_does(bits: mx.Dtype, emulator: Emulator) -> 
     numbers = random.standard_normal(64 * 32).astype(np.float32) * np.exp(random.uniform(-20, 13, 64 * 32))
     numbers[:8] = [0.0, -0.0, 65519.0, 65520.0, 1e-8, 6.1e-5, 1.00048828125, -np.inf]
     new = mx.array(numbers.astype(np.float32).reshape(32, 1, 1, 64))
-    pool = ArrayPool(mx.zeros((48, 64), bits), mx.zeros((48, 64), bits))
+    pool = HeldPool([mx.zeros((48, 64), bits)], [mx.zeros((48, 64), bits)])
     mx.eval(kernels.write(new, new, pool, mx.arange(32, dtype=mx.int32), mx.array([0], mx.int32)))
-    assert same(pool.keys[:32], new.reshape(32, 64).astype(bits))
+    assert same(pool.keys[0][:32], new.reshape(32, 64).astype(bits))

@@ -13,6 +13,7 @@ from engine.core.engine_core import EngineCore
 from engine.core.model_files import expect_model
 from engine.errors import ConfigError
 from engine.mlx_backend.input_batch import Run
+from engine.mlx_backend.kernels.reference import HeldPool, hold
 from engine.mlx_backend.loaded_model import LoadedModel
 from engine.mlx_backend.model_runner import MlxModelRunner
 from engine.mlx_backend.paged_cache import LayerPool, LayerShape
@@ -48,6 +49,30 @@ def test_what_is_read_is_what_was_written_but_for_rounding(bits: int) -> None:
             assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
             assert np.abs(np.array(ours) - np.array(theirs)).max() < LARGEST_ERROR[bits]
     assert not np.array(packed.read_blocks([5, 6])[0]).any()
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_the_kernels_reference_packs_as_the_pool_does(bits: int, dtype: mx.Dtype) -> None:
+    """Bit by bit, for groups of every kind: one sign, both, far from zero, tiny, constant, nothing."""
+    rng = np.random.default_rng(4)
+    numbers = rng.normal(size=(64, 1, 1, 64)).astype(np.float32)
+    numbers[:8] = np.abs(numbers[:8])
+    numbers[8:16] = -np.abs(numbers[8:16])
+    numbers[16:24] += 100
+    numbers[24:32] *= 1e-6
+    numbers[32:35] = np.array([0.0, 3.0, -2.0]).reshape(3, 1, 1, 1)
+    vectors = mx.array(numbers).astype(dtype)
+    pool = QuantisedLayerPool(LayerShape(1, 64, 64), 4, 16, dtype, bits)
+    pool.write(vectors, vectors, mx.arange(64)[:, None])
+    parts = hold(vectors.reshape(64, 64), dtype, bits)
+    for held, wanted in zip(pool.arrays()[:3], parts, strict=True):
+        np.testing.assert_array_equal(np.array(held)[:64], np.array(wanted))
+    read, _ = pool.read(Run(0, 64))
+    wanted, _ = HeldPool(parts, parts, bits).numbers()
+    # In units of each vector's largest number, which is what a scale and a bias are rounded by.
+    error = mx.abs(read[0, 0].astype(mx.float32) - wanted) / (mx.abs(wanted).max(axis=-1, keepdims=True) + 0.1)
+    assert float(mx.max(error)) <= {mx.float32: 1e-7, mx.float16: 1e-3, mx.bfloat16: 4e-3}[dtype]
 
 
 @pytest.mark.parametrize("bits", [8, 4])

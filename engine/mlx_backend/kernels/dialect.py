@@ -11,6 +11,7 @@ signature. Rules of the dialect, so that one text is right in all places:
 - lanes talk through ``run_sum``, ``stride_sum`` and ``stride_max`` only, met by all 32 lanes of a simdgroup, threads
   through ``group_sum`` and ``group_max``, met by all threads of a threadgroup;
 - numbers are converted through ``float``; pool offsets are ``Offset`` (64 bits);
+- pools are read and written by ``pool.h``'s pieces only, so that a text serves plain and packed pools (``packed``);
 - an input's dimensions are ``NAME_shape[i]``; constants are the template's.
 """
 
@@ -25,7 +26,7 @@ from typing import Literal
 Target = Literal["metal", "cuda", "cpp"]
 
 SOURCE = Path(__file__).parent / "source"
-_COMMON = ("splits.h", "numbers.h", "groups.h")
+_COMMON = ("splits.h", "numbers.h", "groups.h", "pool.h")
 _HEADERS: dict[Target, tuple[str, ...]] = {
     "metal": ("prelude_metal.h", "shuffles.h", *_COMMON),
     "cuda": ("prelude_cuda.h", "shuffles.h", *_COMMON),
@@ -35,10 +36,11 @@ _HEADERS: dict[Target, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """One array of a kernel's signature. ``type``: "T" (the model's numbers), "P" (the pool's), "float" or "int"."""
+    """One array of a kernel's signature. ``type``: "T" (the model's numbers), "P" (the pool's), "half" (fp16), "word"
+    (uint32), "float" or "int"."""
 
     name: str
-    type: Literal["T", "P", "float", "int"]
+    type: Literal["T", "P", "half", "word", "float", "int"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,7 @@ def _read(name: str) -> str:
 
 
 _POOLS = (Buffer("k_pool", "P"), Buffer("v_pool", "P"))
+_POOL = "pool_plain.inc"
 _VERSION = Buffer("version", "int")
 _VERSION_OUT = Buffer("version_out", "int")
 # Of one split: sums of weighted values, the highest score, the sum of weights.
@@ -93,14 +96,14 @@ _DECODE_CONSTANTS = (
 
 DECODE_WHOLE = KernelText(
     name="paged_decode_whole",
-    parts=("paged_decode.inc", "decode_whole.inc"),
+    parts=(_POOL, "paged_decode.inc", "decode_whole.inc"),
     inputs=_DECODE_INPUTS,
     outputs=(Buffer("out", "T"), _VERSION_OUT),
     constants=_DECODE_CONSTANTS,
 )
 DECODE_SPLIT = KernelText(
     name="paged_decode_split",
-    parts=("paged_decode.inc", "decode_split.inc"),
+    parts=(_POOL, "paged_decode.inc", "decode_split.inc"),
     inputs=_DECODE_INPUTS,
     outputs=(*_PARTIAL, _VERSION_OUT),
     constants=_DECODE_CONSTANTS,
@@ -114,14 +117,14 @@ DECODE_REDUCE = KernelText(
 )
 CHUNK_WRITE = KernelText(
     name="paged_chunk_write",
-    parts=("chunk_write.inc",),
+    parts=(_POOL, "chunk_write.inc"),
     inputs=(Buffer("k_new", "T"), Buffer("v_new", "T"), *_POOLS, Buffer("targets", "int"), _VERSION),
     outputs=(_VERSION_OUT,),
     constants=("D", "KV_HEADS", "VEC", "THREADS"),
 )
 CHUNK_GATHER = KernelText(
     name="paged_chunk_gather",
-    parts=("chunk_gather.inc",),
+    parts=(_POOL, "chunk_gather.inc"),
     inputs=(*_POOLS, Buffer("block_table", "int"), Buffer("span", "int"), _VERSION),
     outputs=(Buffer("k_out", "T"), Buffer("v_out", "T"), _VERSION_OUT),
     constants=("D", "KV_HEADS", "BLOCK", "VEC", "THREADS"),
@@ -155,14 +158,14 @@ _CHUNK_CONSTANTS = (
 )
 CHUNK_WHOLE = KernelText(
     name="paged_chunk_whole",
-    parts=("chunk_attention.inc", "chunk_whole.inc"),
+    parts=(_POOL, "chunk_attention.inc", "chunk_whole.inc"),
     inputs=_CHUNK_INPUTS,
     outputs=(Buffer("out", "T"), _VERSION_OUT),
     constants=_CHUNK_CONSTANTS,
 )
 CHUNK_SPLIT = KernelText(
     name="paged_chunk_split",
-    parts=("chunk_attention.inc", "chunk_split.inc"),
+    parts=(_POOL, "chunk_attention.inc", "chunk_split.inc"),
     inputs=_CHUNK_INPUTS,
     outputs=(*_PARTIAL, _VERSION_OUT),
     constants=_CHUNK_CONSTANTS,
@@ -195,6 +198,27 @@ ADD_NORM = KernelText(
     outputs=(Buffer("total", "T"), Buffer("normed", "T")),
     constants=("K", "SIMDS", "VEC"),
 )
+
+
+def packed(text: KernelText) -> KernelText:
+    """``text`` for pools of ``BITS`` bits a number: codes, scales and biases stand where the keys and values stood, and
+    ``P`` is what a number is read as."""
+    held = {
+        "k_pool": (Buffer("k_pool", "word"), Buffer("k_scales", "half"), Buffer("k_biases", "half")),
+        "v_pool": (Buffer("v_pool", "word"), Buffer("v_scales", "half"), Buffer("v_biases", "half")),
+    }
+    return KernelText(
+        name=f"{text.name}_packed",
+        parts=tuple("pool_packed.inc" if part == _POOL else part for part in text.parts),
+        inputs=tuple(buffer for given in text.inputs for buffer in held.get(given.name, (given,))),
+        outputs=text.outputs,
+        constants=(*text.constants, "BITS"),
+    )
+
+
+PACKED_TEXTS = tuple(
+    packed(text) for text in (DECODE_WHOLE, DECODE_SPLIT, CHUNK_WRITE, CHUNK_GATHER, CHUNK_WHOLE, CHUNK_SPLIT)
+)
 ALL_TEXTS = (
     DECODE_WHOLE,
     DECODE_SPLIT,
@@ -209,4 +233,5 @@ ALL_TEXTS = (
     PROJECT,
     ROTATE,
     ADD_NORM,
+    *PACKED_TEXTS,
 )

@@ -43,6 +43,12 @@ class KernelFactory(Protocol):
         ...
 
 
+def buffer_dtypes(dtype: mx.Dtype, pool_dtype: mx.Dtype) -> dict[str, mx.Dtype]:
+    """MLX's types of the dialect's ``Buffer`` types."""
+    fixed = {"half": mx.float16, "word": mx.uint32, "float": mx.float32, "int": mx.int32}
+    return {"T": dtype, "P": pool_dtype, **fixed}
+
+
 def gpu_factory(target: GpuTarget) -> KernelFactory:
     """Kernels that run on the GPU."""
     return lambda text, dtype, pool_dtype, constants: GpuKernel(text, target, dtype, pool_dtype, constants)
@@ -57,9 +63,8 @@ class GpuKernel:
         assert set(constants) == set(text.constants), f"{text.name}: constants {sorted(constants)}"
         make = mx.fast.metal_kernel if target == "metal" else mx.fast.cuda_kernel
         self._template = [("T", dtype), ("P", pool_dtype), *((name, constants[name]) for name in text.constants)]
-        self._dtypes = [
-            {"T": dtype, "P": pool_dtype, "float": mx.float32, "int": mx.int32}[out.type] for out in text.outputs
-        ]
+        dtypes = buffer_dtypes(dtype, pool_dtype)
+        self._dtypes = [dtypes[out.type] for out in text.outputs]
         self._call = cast(
             Callable[..., list[mx.array]],
             make(

@@ -6,7 +6,8 @@ The kernels write the pool in place, behind MLX's back: MLX orders GPU work by t
 pool is none. Every function that touches a layer's pool therefore takes that layer's *version* (int32 ``[1]``) and
 returns the next one, and callers hand each version to exactly one call: all accesses of a layer are one chain.
 
-Pools are ``[kv_heads * pool_rows, head_dim]``, head-major (paged_cache.py).
+Pools are ``[kv_heads * pool_rows, head_dim]``, head-major (paged_cache.py). A packed pool has three arrays for the keys
+and three for the values, with as many rows: codes (uint32), scales and biases (fp16; quantised_pool.py).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import mlx.core as mx
 from engine.mlx_backend.kernels import dialect
 from engine.mlx_backend.kernels.launch import KernelFactory, Launch
 from engine.mlx_backend.kernels.tiling import (
+    KV_GROUP,
     SIMD_WIDTH,
     Geometry,
     Tuning,
@@ -40,37 +42,53 @@ _LOG2_E = 1.44269504088896
 class Pool(Protocol):
     """A layer's keys and values."""
 
-    keys: mx.array
-    values: mx.array
+    def arrays(self) -> list[mx.array]:
+        """All arrays of the keys, then all of the values."""
+        ...
 
 
 class PagedKernels:
-    """Kernels for layers of one ``geometry`` with numbers of ``dtype`` and pools of ``pool_dtype``."""
+    """Kernels for layers of one ``geometry`` with numbers of ``dtype`` and pools of ``pool_dtype``.
+
+    With ``kv_bits`` (8 or 4) pools are packed, and their numbers are read as ``pool_dtype``.
+    """
 
     def __init__(
-        self, geometry: Geometry, dtype: mx.Dtype, pool_dtype: mx.Dtype, factory: KernelFactory, tuning: Tuning
+        self,
+        geometry: Geometry,
+        dtype: mx.Dtype,
+        pool_dtype: mx.Dtype,
+        factory: KernelFactory,
+        tuning: Tuning,
+        kv_bits: int | None = None,
     ) -> None:
-        self.geometry, self.tuning = geometry, tuning
-        self.tiling = tile_decode(geometry, pool_dtype.size, tuning)
+        assert kv_bits is None or geometry.head_dim % KV_GROUP == 0, f"{geometry.head_dim} are no whole groups"
+        self.geometry, self.tuning, self.kv_bits = geometry, tuning, kv_bits
+        self.tiling = tile_decode(geometry, pool_dtype.size, tuning, kv_bits)
         D, block = geometry.head_dim, geometry.block_size
         self._vec = vector_width(D, max(dtype.size, pool_dtype.size))
-        self._copy_vec = vector_width(D, pool_dtype.size)
+        self._written_vec = max(self._vec, 32 // kv_bits) if kv_bits else self._vec
         self._reduce_threads = min(128, -(-D // 32) * 32)
 
         def bind(text: dialect.KernelText, constants: dict[str, int]) -> Launch:
             return factory(text, dtype, pool_dtype, constants)
 
+        def bind_to_pool(text: dialect.KernelText, constants: dict[str, int]) -> Launch:
+            return bind(dialect.packed(text), {**constants, "BITS": kv_bits}) if kv_bits else bind(text, constants)
+
         pieces = {"D": D, "KV_HEADS": geometry.num_kv_heads, "VEC": self._vec, "THREADS": _THREADS}
-        self._decode_whole = bind(dialect.DECODE_WHOLE, decode_constants(geometry, self.tiling))
-        self._decode_split = bind(dialect.DECODE_SPLIT, decode_constants(geometry, self.tiling))
+        self._decode_whole = bind_to_pool(dialect.DECODE_WHOLE, decode_constants(geometry, self.tiling))
+        self._decode_split = bind_to_pool(dialect.DECODE_SPLIT, decode_constants(geometry, self.tiling))
         self._reduce = bind(dialect.DECODE_REDUCE, reduce_constants(geometry, self.tiling, self._reduce_threads))
-        self._write = bind(dialect.CHUNK_WRITE, pieces)
-        self._gather = bind(dialect.CHUNK_GATHER, {**pieces, "BLOCK": block})
+        self._write = bind_to_pool(dialect.CHUNK_WRITE, {**pieces, "VEC": self._written_vec})
+        self._gather = bind_to_pool(dialect.CHUNK_GATHER, {**pieces, "BLOCK": block})
         self.attends_chunks = attends_chunks(geometry, dtype.size)
-        self._chunk_whole = bind(dialect.CHUNK_WHOLE, chunk_constants(geometry, self._vec, tuning))
-        self._chunk_split = bind(dialect.CHUNK_SPLIT, chunk_constants(geometry, self._vec, tuning))
+        self._chunk_whole = bind_to_pool(dialect.CHUNK_WHOLE, chunk_constants(geometry, self._vec, tuning))
+        self._chunk_split = bind_to_pool(dialect.CHUNK_SPLIT, chunk_constants(geometry, self._vec, tuning))
         self._chunk_reduce = bind(dialect.CHUNK_REDUCE, chunk_reduce_constants(geometry, self._reduce_threads))
-        self._copy = bind(dialect.BLOCK_COPY, {**pieces, "BLOCK": block, "VEC": self._copy_vec})
+        self._copies = [
+            _BlockCopy(kind, width, geometry, factory) for kind, width in _held_rows(D, pool_dtype, kv_bits)
+        ]
         # With a soft cap the scores are capped before they go to base 2.
         scale = geometry.scale if geometry.soft_cap else geometry.scale * _LOG2_E
         self._scales = mx.array([scale, geometry.soft_cap], mx.float32)
@@ -98,7 +116,7 @@ class PagedKernels:
         g, tiling = self.geometry, self.tiling
         splits = num_splits(g, tiling, B, n * g.block_size, self.tuning)
         sinks = self._no_sinks if sinks is None else sinks
-        inputs = (queries, k_new, v_new, pool.keys, pool.values, block_table, seq_lens, self._scales, sinks, version)
+        inputs = (queries, k_new, v_new, *pool.arrays(), block_table, seq_lens, self._scales, sinks, version)
         groups = (1, g.num_kv_heads * tiling.tiles * splits, B)
         if splits == 1:
             out, version = self._decode_whole(
@@ -125,9 +143,9 @@ class PagedKernels:
 
         Returns the pool's next version.
         """
-        pieces = k_new.shape[0] * self.geometry.head_dim // self._vec
+        pieces = k_new.shape[0] * self.geometry.head_dim // self._written_vec
         (version,) = self._write(
-            *(k_new, v_new, pool.keys, pool.values, targets, version),
+            *(k_new, v_new, *pool.arrays(), targets, version),
             groups=(-(-pieces // _THREADS), self.geometry.num_kv_heads, 1),
             num_threads=_THREADS,
             output_shapes=[(1,)],
@@ -153,7 +171,7 @@ class PagedKernels:
         g, N = self.geometry, queries.shape[0]
         sinks = self._no_sinks if sinks is None else sinks
         splits = num_chunk_splits(g, N, block_table.shape[1] * g.block_size, self.tuning)
-        inputs = (queries, pool.keys, pool.values, block_table, chunks, self._scales, sinks, version)
+        inputs = (queries, *pool.arrays(), block_table, chunks, self._scales, sinks, version)
         groups = (num_chunk_groups(g, N, self.tuning), g.num_kv_heads * splits, chunks.shape[0])
         threads = self.tuning.chunk_simds * SIMD_WIDTH
         if splits == 1:
@@ -188,7 +206,7 @@ class PagedKernels:
         shape = (1, g.num_kv_heads, num_positions, g.head_dim)
         pieces = num_positions * g.head_dim // self._vec
         keys, values, version = self._gather(
-            *(pool.keys, pool.values, block_table, span, version),
+            *(*pool.arrays(), block_table, span, version),
             groups=(-(-pieces // _THREADS), g.num_kv_heads, 1),
             num_threads=_THREADS,
             output_shapes=[shape, shape, (1,)],
@@ -197,11 +215,36 @@ class PagedKernels:
 
     def copy_blocks(self, pool: Pool, pairs: mx.array, version: mx.array) -> mx.array:
         """Copy whole blocks, ``pairs`` int32 [N, 2] of source and target. Returns the pool's next version."""
-        g = self.geometry
-        pieces = g.block_size * g.head_dim // self._copy_vec
+        arrays = pool.arrays()
+        of_keys, of_values = arrays[: len(self._copies)], arrays[len(self._copies) :]
+        for copy, keys, values in zip(self._copies, of_keys, of_values, strict=True):
+            version = copy(keys, values, pairs, version)
+        return version
+
+
+def _held_rows(head_dim: int, pool_dtype: mx.Dtype, kv_bits: int | None) -> list[tuple[mx.Dtype, int]]:
+    """Of each array of a pool's keys (or values): the type of its numbers, and how many a position has."""
+    if kv_bits is None:
+        return [(pool_dtype, head_dim)]
+    num_groups = head_dim // KV_GROUP
+    return [(mx.uint32, head_dim * kv_bits // 32), (mx.float16, num_groups), (mx.float16, num_groups)]
+
+
+class _BlockCopy:
+    """Copies whole blocks of one array of keys and one of values, ``width`` numbers of ``dtype`` a position."""
+
+    def __init__(self, dtype: mx.Dtype, width: int, geometry: Geometry, factory: KernelFactory) -> None:
+        self._num_kv_heads, block = geometry.num_kv_heads, geometry.block_size
+        vec = vector_width(width, dtype.size)
+        self._num_pieces = block * width // vec
+        constants = {"D": width, "KV_HEADS": self._num_kv_heads, "BLOCK": block, "VEC": vec, "THREADS": _THREADS}
+        self._copy = factory(dialect.BLOCK_COPY, dtype, dtype, constants)
+
+    def __call__(self, keys: mx.array, values: mx.array, pairs: mx.array, version: mx.array) -> mx.array:
+        """Start after ``version``; returns the next one."""
         (version,) = self._copy(
-            *(pool.keys, pool.values, pairs, version),
-            groups=(-(-pieces // _THREADS), g.num_kv_heads, pairs.shape[0]),
+            *(keys, values, pairs, version),
+            groups=(-(-self._num_pieces // _THREADS), self._num_kv_heads, pairs.shape[0]),
             num_threads=_THREADS,
             output_shapes=[(1,)],
         )

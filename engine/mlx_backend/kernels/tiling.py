@@ -14,6 +14,9 @@ _VECTOR_BYTES = 16
 _SHARED_BYTES = 16 * 1024
 _MAX_SPLITS = 64
 LEAST_CHUNK_SPAN = 128
+KV_GROUP = 32
+"""Numbers that share a scale and a bias in a pool of few bits."""
+SCALE_AND_BIAS_BYTES = 4
 _MAX_CHUNK_SPLITS = 16
 
 
@@ -108,16 +111,16 @@ def largest_divisor(number: int, limit: int) -> int:
     return next(candidate for candidate in range(min(number, limit), 0, -1) if number % candidate == 0)
 
 
-def vector_width(count: int, number_bytes: int) -> int:
+def vector_width(count: int, number_bytes: float) -> int:
     """Numbers moved by one load when a lane moves ``count`` consecutive ones: a power of two, 16 bytes at most."""
-    width = _VECTOR_BYTES // number_bytes
+    width = int(_VECTOR_BYTES / number_bytes)
     while count % width:
         width //= 2
     return width
 
 
-def tile_decode(geometry: Geometry, pool_number_bytes: int, tuning: Tuning) -> Tiling:
-    """The decode kernel's constants for ``geometry``."""
+def tile_decode(geometry: Geometry, pool_number_bytes: int, tuning: Tuning, kv_bits: int | None = None) -> Tiling:
+    """The decode kernel's constants for ``geometry``. With ``kv_bits`` the pool is packed."""
     D = geometry.head_dim
     heads = largest_divisor(geometry.group, _MAX_HEADS_PER_TILE)
     lanes = next(
@@ -129,14 +132,16 @@ def tile_decode(geometry: Geometry, pool_number_bytes: int, tuning: Tuning) -> T
         SIMD_WIDTH if D % SIMD_WIDTH == 0 else 16,
     )
     elems = D // lanes
-    keys = max(1, tuning.loaded_bytes // (2 * elems * pool_number_bytes))
+    vec = vector_width(elems, kv_bits / 8 if kv_bits else pool_number_bytes)
+    loaded_bytes = elems * kv_bits / 8 + elems // vec * SCALE_AND_BIAS_BYTES if kv_bits else elems * pool_number_bytes
+    keys = max(1, int(tuning.loaded_bytes / (2 * loaded_bytes)))
     keys = largest_divisor(geometry.block_size, 1 << (keys.bit_length() - 1))
     workers = tuning.simds * SIMD_WIDTH // lanes
     return Tiling(
         heads=heads,
         tiles=geometry.group // heads,
         elems=elems,
-        vec=vector_width(elems, pool_number_bytes),
+        vec=vec,
         keys=keys,
         simds=tuning.simds,
         batch=largest_divisor(heads, max(1, _SHARED_BYTES // (tuning.simds * D * 4))),

@@ -78,6 +78,8 @@ struct float16 {
   }
 };
 
+typedef float16 Half;
+
 namespace emulator {
 
 enum State { READY, AT_SIMD, AT_BARRIER, DONE };
@@ -231,6 +233,7 @@ INLINE float power_of_two(float x) { return std::exp2(x); }
 INLINE float tangent(float x) { return std::tanh(x); }
 INLINE float natural_log(float x) { return std::log(x); }
 INLINE float inverse_root(float x) { return 1.0f / std::sqrt(x); }
+INLINE float nearest(float x) { return std::nearbyint(x); }  // ties to even
 INLINE float sine(float x) { return std::sin(x); }
 INLINE float cosine(float x) { return std::cos(x); }
 INLINE float float_of(int bits) {

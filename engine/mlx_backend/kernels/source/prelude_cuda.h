@@ -10,11 +10,13 @@
 
 typedef long long Offset;
 typedef unsigned int Word;
+typedef __half Half;
 
 INLINE float power_of_two(float x) { return exp2f(x); }
 INLINE float tangent(float x) { return tanhf(x); }
 INLINE float natural_log(float x) { return logf(x); }
 INLINE float inverse_root(float x) { return rsqrtf(x); }
+INLINE float nearest(float x) { return rintf(x); }  // ties to even
 INLINE float sine(float x) { return sinf(x); }
 INLINE float cosine(float x) { return cosf(x); }
 INLINE float float_of(int bits) { return __int_as_float(bits); }

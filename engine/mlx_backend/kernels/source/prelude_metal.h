@@ -9,11 +9,13 @@
 
 typedef long Offset;  // 64 bits: a pool may hold more than 2^31 numbers
 typedef uint Word;
+typedef half Half;
 
 INLINE float power_of_two(float x) { return exp2(x); }
 INLINE float tangent(float x) { return tanh(clamp(x, -15.0f, 15.0f)); }  // overflows to NaN outside
 INLINE float natural_log(float x) { return log(x); }
 INLINE float inverse_root(float x) { return precise::rsqrt(x); }
+INLINE float nearest(float x) { return rint(x); }  // ties to even
 INLINE float sine(float x) { return precise::sin(x); }
 INLINE float cosine(float x) { return precise::cos(x); }
 INLINE float float_of(int bits) { return as_type<float>(bits); }
