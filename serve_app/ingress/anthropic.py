@@ -60,12 +60,15 @@ def messages_call(request: MessagesRequest, context: CallContext) -> GenerateCal
 def _call(request: CountTokensRequest, context: CallContext, sampling: SamplingParams, **more: Any) -> GenerateCall:
     thinking = request.thinking
     effort = (request.output_config.effort if request.output_config else None) or ""
+    messages = tuple(_template_messages(request))
+    if not messages:
+        raise InvalidParameterError("No message has any content.", "messages")
     variables = {"continue_final_message": True} if request.messages[-1].role == "assistant" else {}
     return GenerateCall(
         **{
             "request_id": context.request_id,
             "model": context.model,
-            "messages": tuple(_template_messages(request)),
+            "messages": messages,
             "sampling": sampling,
             "priority": context.priority,
             "key_name": context.key_name,
@@ -142,9 +145,8 @@ def _tool_use(request: CountTokensRequest) -> ToolUse | None:
     if choice is not None and choice.type == "any":
         forced = names
     if choice is not None and choice.type == "tool":
-        if choice.name not in names:
-            raise InvalidParameterError(f"`{choice.name}` is not among the `tools`.", "tool_choice.name")
-        forced = (choice.name,) if choice.name else ()
+        assert choice.name is not None
+        forced = (choice.name,)
     return ToolUse(tools, forced, parallel=not (choice and (choice.disable_parallel_tool_use or choice.type == "tool")))
 
 

@@ -7,11 +7,21 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from serve_app.ingress.format_types import Schema
-from serve_app.ingress.tool_types import MAX_TOOLS, FunctionName
-from serve_app.ingress.wire import JsonObject, NeutralOnly, StopText, Text, TokenCount, WireModel, no_effect, refuse
+from serve_app.ingress.tool_types import MAX_TOOLS, FunctionName, require_distinct
+from serve_app.ingress.wire import (
+    JsonObject,
+    NeutralOnly,
+    StopText,
+    Text,
+    TokenCount,
+    WireModel,
+    no_effect,
+    refuse,
+    wrong,
+)
 
 _NO_EFFECT_ANY = Annotated[Any, no_effect]
 
@@ -94,6 +104,12 @@ class InputToolChoice(WireModel):
     name: FunctionName | None = None
     disable_parallel_tool_use: bool | None = None
 
+    @model_validator(mode="after")
+    def _name_where_it_belongs(self) -> InputToolChoice:
+        if (self.type == "tool") != (self.name is not None):
+            raise wrong("`name` belongs to the type `tool` and to no other.")
+        return self
+
 
 class ThinkingConfig(WireModel):
     """How much to think before answering."""
@@ -101,6 +117,12 @@ class ThinkingConfig(WireModel):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     display: Annotated[Any, no_effect] = None
+
+    @model_validator(mode="after")
+    def _budget_where_it_belongs(self) -> ThinkingConfig:
+        if self.budget_tokens is not None and self.type != "enabled":
+            raise wrong("`budget_tokens` belongs to the type `enabled` and to no other.")
+        return self
 
 
 class JsonFormat(WireModel):
@@ -136,6 +158,22 @@ class CountTokensRequest(WireModel):
     cache_control: _NO_EFFECT_ANY = None
     mcp_servers: Annotated[Any, NeutralOnly("This server calls no other servers.", [])] = None
     context_management: Annotated[Any, NeutralOnly("This server does not edit the context.")] = None
+
+    @field_validator("tools")
+    @classmethod
+    def _distinct_names(cls, tools: list[InputTool] | None) -> list[InputTool] | None:
+        require_distinct([tool.name for tool in tools or ()])
+        return tools
+
+    @field_validator("tool_choice")
+    @classmethod
+    def _something_to_call(cls, choice: InputToolChoice | None, info: ValidationInfo) -> InputToolChoice | None:
+        names = [tool.name for tool in info.data.get("tools") or ()]
+        if choice is not None and choice.type == "any" and not names:
+            raise wrong("There are no `tools` of which one could be called.")
+        if choice is not None and choice.name is not None and choice.name not in names:
+            raise wrong(f"`{choice.name}` is not among the `tools`.")
+        return choice
 
 
 class MessagesRequest(CountTokensRequest):

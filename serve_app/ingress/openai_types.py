@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from engine.text.chat_template import RESERVED_VARIABLES
 from serve_app.ingress.format_types import ResponseFormat, StructuredOutputs
-from serve_app.ingress.tool_types import MAX_TOOLS, CallMade, NamedTool, Tool, ToolChoice
+from serve_app.ingress.tool_types import MAX_TOOLS, CallMade, NamedTool, Tool, ToolChoice, require_distinct
 from serve_app.ingress.wire import (
     JsonObject,
     LogitBias,
@@ -162,9 +162,7 @@ class ChatCompletionRequest(GenerationRequest):
     @field_validator("tools")
     @classmethod
     def _distinct_names(cls, tools: list[Tool] | None) -> list[Tool] | None:
-        names = [tool.function.name for tool in tools or ()]
-        if len(set(names)) < len(names):
-            raise wrong("Two tools have the same name.")
+        require_distinct([tool.function.name for tool in tools or ()])
         return tools
 
     @field_validator("tool_choice")

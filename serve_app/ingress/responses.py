@@ -9,8 +9,8 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from engine.errors import InvalidParameterError
 from engine.request import Grammar, SamplingParams
-from serve_app.errors import UnsupportedParameterError
 from serve_app.ingress.answers import AnswerHead, Json
 from serve_app.ingress.blocks import Block, BlockEvent, BlockTracker
 from serve_app.ingress.responses_types import (
@@ -31,10 +31,13 @@ def responses_call(request: ResponsesRequest, context: CallContext) -> GenerateC
     """Return the call for a response."""
     top_k, top_p = nucleus(None, request.top_p)
     user = context.user or request.user or ""
+    messages = tuple(_template_messages(request))
+    if not messages:
+        raise InvalidParameterError("The input holds nothing to answer.", "input")
     return GenerateCall(
         request_id=context.request_id,
         model=context.model,
-        messages=tuple(_template_messages(request)),
+        messages=messages,
         sampling=SamplingParams(
             temperature=1.0 if request.temperature is None else request.temperature,
             top_p=top_p,
@@ -92,8 +95,6 @@ def _tool_use(request: ResponsesRequest) -> ToolUse | None:
     )
     names = tuple(tool.name for tool in request.tools)
     if isinstance(request.tool_choice, NamedFunctionTool):
-        if request.tool_choice.name not in names:
-            raise UnsupportedParameterError(f"`{request.tool_choice.name}` is not among the `tools`.", "tool_choice")
         return ToolUse(tools, (request.tool_choice.name,), parallel=False)
     return ToolUse(tools, names if request.tool_choice == "required" else (), request.parallel_tool_calls is not False)
 

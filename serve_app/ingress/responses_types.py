@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
 
 from serve_app.ingress.format_types import Schema
-from serve_app.ingress.tool_types import MAX_TOOLS, FunctionName, FunctionType, NamedFunction
+from serve_app.ingress.tool_types import MAX_TOOLS, FunctionName, FunctionType, NamedFunction, require_distinct
 from serve_app.ingress.wire import JsonObject, NeutralOnly, Text, TokenCount, WireModel, no_effect, refuse, wrong
 
 _NO_EFFECT_ANY = Annotated[Any, no_effect]
@@ -116,6 +116,9 @@ class NamedFunctionTool(NamedFunction):
     type: FunctionType
 
 
+FunctionChoice = Literal["none", "auto", "required"] | NamedFunctionTool
+
+
 class TextFormat(WireModel):
     """The answer's format."""
 
@@ -124,6 +127,12 @@ class TextFormat(WireModel):
     schema_: Annotated[Schema | None, Field(alias="schema")] = None
     description: Annotated[Text | None, no_effect] = None
     strict: Annotated[bool | None, no_effect] = None
+
+    @model_validator(mode="after")
+    def _schema_where_it_belongs(self) -> TextFormat:
+        if self.schema_ is not None and self.type != "json_schema":
+            raise wrong("`schema` belongs to the type `json_schema` and to no other.")
+        return self
 
 
 class TextConfig(WireModel):
@@ -151,7 +160,7 @@ class ResponsesRequest(WireModel):
     top_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
     stream: bool | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = None
+    tool_choice: FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
@@ -177,3 +186,19 @@ class ResponsesRequest(WireModel):
     metadata: _NO_EFFECT_ANY = None
     safety_identifier: Annotated[Text | None, no_effect] = None
     prompt_cache_retention: _NO_EFFECT_ANY = None
+
+    @field_validator("tools")
+    @classmethod
+    def _distinct_names(cls, tools: list[FunctionTool] | None) -> list[FunctionTool] | None:
+        require_distinct([tool.name for tool in tools or ()])
+        return tools
+
+    @field_validator("tool_choice")
+    @classmethod
+    def _something_to_call(cls, choice: FunctionChoice | None, info: ValidationInfo) -> FunctionChoice | None:
+        names = [tool.name for tool in info.data.get("tools") or ()]
+        if choice == "required" and not names:
+            raise wrong("There are no `tools` of which one could be called.")
+        if isinstance(choice, NamedFunctionTool) and choice.name not in names:
+            raise wrong(f"`{choice.name}` is not among the `tools`.")
+        return choice

@@ -6,6 +6,7 @@ Owns: their types, and their refusals. Must not know: how a model sees tools.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
@@ -80,6 +81,12 @@ class CallMade(WireModel):
     type: FunctionType = "function"
     function: CalledFunction
     index: Annotated[int | None, no_effect] = None
+
+
+def require_distinct(names: Sequence[str]) -> None:
+    """Refuse tools of one name: nobody could say which of them was called."""
+    if len(set(names)) < len(names):
+        raise wrong("Two tools have the same name.")
 
 
 ToolChoice = Literal["none", "auto", "required"] | NamedTool

@@ -65,7 +65,7 @@ def prepare_calls(
     """Return for each of ``calls`` its engine requests, one for each prompt, or the error that it ends with.
 
     All texts are encoded in one call of the tokenizer, equal ones once. Errors are what ``plan_chat`` raises,
-    InvalidParameterError for an empty prompt or text that is no Unicode, ContextLengthError with both lengths.
+    InvalidParameterError for none, an empty prompt or text that is no Unicode, ContextLengthError with both lengths.
     """
     drafts = [_attempt(_draft, call, tokenizer) for call in calls]
     token_ids = _Encoded(tokenizer, [draft for draft in drafts if isinstance(draft, _Draft)])
@@ -104,6 +104,9 @@ def _draft(received: ReceivedCall, tokenizer: Tokenizer) -> _Draft:
     if call.messages:
         plan = plan_chat(call, tokenizer)
         return _Draft(call, plan, (plan.prompt,), received_s)
+    if not call.prompts:
+        # Nothing would ever come of it: neither a token nor an end.
+        raise InvalidParameterError("There is nothing to answer.", "messages")
     if call.sampling.grammar is not None:
         check_grammar(call.sampling.grammar)
     return _Draft(call, ChatPlan("", call.sampling, Reading()), call.prompts, received_s)
