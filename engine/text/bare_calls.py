@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 
 from engine.text.tool_formats import PYTHON_TAG, Tool
-from engine.text.tools import Piece, function_name, read_calls
+from engine.text.tools import UNREADABLE, Piece, function_name, read_calls
 
 _BETWEEN = " \t\r\n;,"
 
@@ -42,11 +42,11 @@ class BareCallReader:
                 return pieces
             try:
                 value, end = self._decoder.raw_decode(rest)
-            except ValueError:
+            except UNREADABLE:
                 return pieces
             try:
                 found = list(read_calls(value, self._names))
-            except ValueError:
+            except UNREADABLE:
                 return [*pieces, *self._give_up()]
             pieces += found
             self._num_calls += len(found)

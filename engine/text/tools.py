@@ -16,6 +16,9 @@ from typing import Any, Protocol
 from engine.text.marks import split_at_mark
 from engine.text.tool_formats import Tool, ToolFormat
 
+# What reading a model's JSON comes to: it may be none, or nested deeper than Python follows.
+UNREADABLE = (ValueError, RecursionError)
+
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
@@ -118,7 +121,7 @@ class ArrayCallReader:
             try:
                 value, end = self._decoder.raw_decode(rest)
                 pieces += read_calls(value, self._names)
-            except ValueError:
+            except UNREADABLE:
                 break
             self._buffer = rest[end:]
         return pieces
@@ -144,12 +147,13 @@ def read_calls(parsed: Any, names: set[str]) -> Iterator[ToolCall]:
             arguments = json.loads(arguments)
         if not isinstance(arguments, Mapping):
             raise ValueError("the arguments are no object")
-        yield ToolCall(str(call["name"]), json.dumps(arguments, ensure_ascii=False))
+        # Python reads and writes NaN and infinity, which no JSON has.
+        yield ToolCall(str(call["name"]), json.dumps(arguments, ensure_ascii=False, allow_nan=False))
 
 
 def read_call_of(name: str, arguments: str, names: set[str]) -> ToolCall | None:
     """The call of ``name`` with the JSON text ``arguments``; None for one that could not be run."""
     try:
         return next(read_calls({"name": name, "arguments": arguments.strip() or "{}"}, names))
-    except (ValueError, RecursionError):
+    except UNREADABLE:
         return None

@@ -132,6 +132,17 @@ def test_a_call_that_was_cut_is_text(length: int) -> None:
     assert all(isinstance(piece, str) for piece in said[2:])
 
 
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999", "[" * 100_000], ids=lambda number: number[:9])
+def test_arguments_that_are_no_json_and_ones_too_deep_to_read_are_text(number: str) -> None:
+    body = f'{{"name": "find", "arguments": {{"text": {number}}}}}'
+    for reader, text in (
+        (MarkedCallReader(JSON, TOOLS), f"<tool_call>{body}</tool_call>"),
+        (BareCallReader(TOOLS), body),
+        (ArrayCallReader(["find"]), body),
+    ):
+        assert "".join(map(str, read(reader, text, [10]))) == text
+
+
 def test_an_array_of_calls_is_read_call_by_call() -> None:
     text = (
         '[ {"name": "add", "arguments": {"a": 1, "b": {"c": "}]"}}},\n{"name": "find", "arguments": {"text": "x <y>"}}]'
