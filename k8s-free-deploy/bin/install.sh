@@ -5,6 +5,7 @@
 #   --app FILE           what to serve (configs/apps/*.yaml); kept, and deployed again after every start
 #   --port PORT          where the other machines come to (6379)
 #   --tls                encrypt what the machines say to each other
+#   --keep-state         let a restart of this machine end nobody: Ray keeps what it knows on disk (alpha in Ray)
 #   --label LABEL        what a model's `only_on` may ask for; repeatable
 #   --first-port PORT    Ray takes this port and the 999 after it (20000)
 #   --wired-limit-mb MB  how much memory the Mac's GPU may hold fast
@@ -28,6 +29,7 @@ address=''
 app=''
 port=6379
 tls=''
+keep_state=''
 labels=''
 first_port=20000
 wired_limit_mb=''
@@ -41,6 +43,7 @@ while [ $# -gt 0 ]; do
             --app) need_value "$@"; app=$2 taken=2 ;;
             --port) need_value "$@"; port=$2 taken=2 ;;
             --tls) tls=--tls taken=1 ;;
+            --keep-state) keep_state=--keep-state taken=1 ;;
             *) usage "$1 is no option" ;;
         esac
     fi
@@ -54,7 +57,7 @@ settle
 install_release
 # shellcheck disable=SC2086 # each of these is several words, or none
 step "write the head's settings, secret and join ticket" \
-    metalslots node make-head --address "$address" --port "$port" --first-port "$first_port" $tls $labels
+    metalslots node make-head --address "$address" --port "$port" --first-port "$first_port" $tls $keep_state $labels
 if [ -n "$app" ]; then
     step "check the app" metalslots deploy --check "$app"
     step "keep the app for every start" metalslots node keep-app "$app"

@@ -47,11 +47,14 @@ def head(
     address: Address,
     port: Annotated[int, typer.Option(help="Port that the other machines come to.")] = DEFAULT_HEAD_PORT,
     tls: Annotated[bool, typer.Option("--tls", help="Encrypt what the machines say to each other.")] = False,
+    keep_state: Annotated[
+        bool, typer.Option("--keep-state", help="Keep what the head's Ray knows on disk (alpha in Ray).")
+    ] = False,
     label: Labels = None,
     first_port: FirstPort = DEFAULT_FIRST_PORT,
 ) -> None:
     """Write the head's settings, its secret, and the ticket that lets others join."""
-    values = {"role": "head", "address": address, "head": f"{address}:{port}", "tls": tls}
+    values = {"role": "head", "address": address, "head": f"{address}:{port}", "tls": tls, "keep_state": keep_state}
     settings = load_settings({**values, "labels": label or [], "first_port": first_port})
     installation = Installation(prefix)
     make_head(installation, settings)

@@ -32,6 +32,7 @@ import psutil
 from engine.core.async_engine import TEARDOWN_S
 from engine.errors import StartupError
 from serve_app.files import write_file
+from serve_app.node.head_state import HeadState
 from serve_app.node.machine_checks import reach
 from serve_app.node.settings import RAY_DRAIN_S, Installation
 
@@ -58,6 +59,7 @@ class NodeDaemon:
         self._asked_to_end = threading.Event()
         self._processes: set[psutil.Process] = set()
         self._app: subprocess.Popen[bytes] | None = None
+        self._state = HeadState(installation.head_state_folder, self._settings) if self._settings.keep_state else None
 
     def run(self) -> None:
         """Return when told to end. Raises StartupError when Ray does not start, or ends by itself."""
@@ -97,6 +99,8 @@ class NodeDaemon:
 
     def _start_ray(self) -> subprocess.Popen[bytes]:
         self._note("starting", "")
+        if self._state is not None:
+            self._state.prepare()
         # What a life that was cut short has left: a head refuses to start while any process of this machine names it.
         (self._installation.ray_folder / "ray_current_cluster").unlink(missing_ok=True)
         with (self._installation.log_folder / "ray.log").open("wb") as log:
@@ -116,6 +120,9 @@ class NodeDaemon:
         deadline_s = time.monotonic() + START_LIMIT_S
         while STARTED_WORDS not in log.read_text(errors="replace"):
             if ray.poll() is not None or time.monotonic() > deadline_s:
+                if self._state is not None:
+                    # Should that have been the reason, it must not be again.
+                    self._state.forget()
                 raise StartupError(f"Ray did not start; its last words: {_last_line(log)}", f"read {log}")
             if self._asked_to_end.wait(POLL_S / 4):
                 return

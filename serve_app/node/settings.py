@@ -47,6 +47,7 @@ class NodeSettings(BaseModel):
 
     ``labels`` are what ``models[].only_on`` asks for. ``tls``: Ray's own connections are encrypted, with the
     certificates in ``etc/tls``. This machine's Ray listens on ``first_port`` and the 999 ports after it.
+    ``keep_state``: the head's Ray keeps on disk what it knows, so that a restart of it ends nobody (alpha in Ray).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -57,11 +58,14 @@ class NodeSettings(BaseModel):
     tls: bool = False
     labels: tuple[str, ...] = ()
     first_port: int = Field(default=DEFAULT_FIRST_PORT, ge=1024, le=65_535 - NUM_PORTS)
+    keep_state: bool = False
 
     @model_validator(mode="after")
     def _head_is_at_its_address(self) -> NodeSettings:
         if self.role == "head" and self.head_host != self.address:
             raise ValueError(f"the head is at {self.head_host}, but its own address is {self.address}")
+        if self.keep_state and self.role != "head":
+            raise ValueError("only the head has a state to keep")
         if self.first_port <= self.head_port < self.first_port + NUM_PORTS:
             raise ValueError(f"the head's port {self.head_port} is one of the {NUM_PORTS} from {self.first_port} on")
         return self
@@ -92,6 +96,7 @@ class Installation:
         self.log_folder = self.prefix / "log"
         self.ray_folder = self.prefix / "ray"
         self.models_folder = self.prefix / "models"
+        self.head_state_folder = self.prefix / "run" / "ray-state"
 
     @classmethod
     def here(cls) -> Installation | None:
@@ -137,6 +142,8 @@ class Installation:
                 "RAY_TLS_SERVER_KEY": str(self.tls_folder / "node.key"),
                 "RAY_TLS_CA_CERT": str(self.tls_folder / "ca.crt"),
             }
+        if settings.keep_state:
+            values |= {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": str(self.head_state_folder)}
         return values
 
     def ray_arguments(self, settings: NodeSettings) -> list[str]:

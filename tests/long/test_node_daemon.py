@@ -82,10 +82,10 @@ def daemon(tmp_path: Path, installation: Installation) -> Iterator[Running]:
 
 
 @contextmanager
-def run(folder: Path, installation: Installation) -> Iterator[Running]:
+def run(folder: Path, installation: Installation, script: str = RAY) -> Iterator[Running]:
     (folder / "bin").mkdir()
     ray = folder / "bin" / "ray"
-    ray.write_text(RAY)
+    ray.write_text(script)
     ray.chmod(0o755)
     raylet = folder / "raylet"
     shutil.copy(shutil.which("sleep") or "/bin/sleep", raylet)
@@ -149,3 +149,14 @@ def test_a_member_says_that_it_waits_for_its_head_and_starts_when_that_is_there(
             eventually(lambda: running.state() == "running")
         assert f"--address=127.0.0.1:{port}" in (tmp_path / "arguments").read_text()
         running.engine().send_signal(signal.SIGUSR1)
+
+
+def test_a_state_with_which_ray_does_not_start_is_forgotten(tmp_path: Path, installation: Installation) -> None:
+    settings = {"role": "head", "address": "127.0.0.1", "head": "127.0.0.1:6379", "keep_state": True}
+    make_head(installation, load_settings(settings))
+    # It reports what it finds, and fails.
+    with run(tmp_path, installation, '#!/bin/sh\nls -d "$RAY_gcs_storage_path" >"$RAN/found"\nexit 1\n') as running:
+        _, errors = running.process.communicate(timeout=LIMIT_S)
+    assert "Ray did not start" in errors
+    assert (tmp_path / "found").read_text().strip() == str(installation.head_state_folder)
+    assert not installation.head_state_folder.exists()
