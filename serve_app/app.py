@@ -24,7 +24,6 @@ from serve_app.config import (
     APP_NAME,
     INGRESS_NAME,
     AppConfig,
-    IngressConfig,
     ModelConfig,
     ReplicaConfig,
     label_resource,
@@ -37,6 +36,8 @@ from serve_app.replica.deployment import MetalReplica
 ROUTER_RETRY_AFTER_S = 5.0
 # How often a replica that is to stop looks whether it is idle.
 SHUTDOWN_POLL_S = 0.5
+# For what has come from a replica at its end, and for the ingress's own.
+INGRESS_SLACK_S = 10.0
 ROUTERS = {
     "cost": "serve_app.routing.request_router.MetalRouter",
     "power-of-two": "ray.serve._private.request_router:PowerOfTwoChoicesRequestRouter",
@@ -83,7 +84,7 @@ def stop_calls(config: AppConfig, grace_s: float) -> None:
 def build_app(config: AppConfig, replica: type[MetalReplica] = MetalReplica) -> serve.Application:
     """Return the application: one deployment of replicas for each model, and the ingress in front of them."""
     replicas = {model.name: _replica(replica, model, config) for model in config.models}
-    application: serve.Application = _ingress(config.ingress).bind(config, replicas, _ledger(config))
+    application: serve.Application = _ingress(config).bind(config, replicas, _ledger(config))
     return application
 
 
@@ -163,7 +164,8 @@ def _router(model: ModelConfig, config: ReplicaConfig) -> RequestRouterConfig:
     return RequestRouterConfig(**values)
 
 
-def _ingress(config: IngressConfig) -> Any:
+def _ingress(app: AppConfig) -> Any:
+    config = app.ingress
     return serve.deployment(
         name=INGRESS_NAME,
         num_replicas=config.replicas,
@@ -171,6 +173,8 @@ def _ingress(config: IngressConfig) -> Any:
         rolling_update_percentage=ONE_AT_A_TIME,
         ray_actor_options={"num_cpus": config.num_cpus},
         max_ongoing_requests=config.max_ongoing_requests,
+        # An answer that its replica is given the time to finish has to get to its client as well.
+        graceful_shutdown_timeout_s=app.replica.shutdown_grace_s + INGRESS_SLACK_S,
         graceful_shutdown_wait_loop_s=SHUTDOWN_POLL_S,
     )(Ingress)
 
