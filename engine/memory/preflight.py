@@ -71,9 +71,8 @@ class ModelEstimate:
             weights_bytes=self.weights.num_values * _FLOAT32_BYTES if on_cpu else self.weights.packed_bytes,
             kv_bytes_per_token=shape.kv_bytes_per_token(kv_bytes),
             vocab_size=shape.vocab_size,
-            # The GPU kernels read one block table for all layers.
-            window_bytes_per_token=shape.window_bytes_per_token(kv_bytes) if on_cpu else 0,
-            window_tokens=min(shape.window_tokens, max_model_len) if on_cpu else 0,
+            window_bytes_per_token=shape.window_bytes_per_token(kv_bytes),
+            window_tokens=min(shape.window_tokens, max_model_len),
             state_bytes_per_slot=shape.state_bytes_per_slot(compute_bytes),
             buffer_bytes_per_token=int(kv_bytes * max(layer.buffer_values_per_token for layer in shape.layers)),
             activation_bytes=activation_bytes,

@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from engine.mlx_backend.fused_heads import FusedHeads
-from engine.mlx_backend.gpu_inputs import ChunkShape, chunk_context_start
+from engine.mlx_backend.gpu_inputs import WINDOW_PREFIX, ChunkShape, chunk_context_start
 from engine.mlx_backend.kernels.launch import KernelFactory
 from engine.mlx_backend.kernels.paged_attention import PagedKernels
 from engine.mlx_backend.kernels.tiling import Geometry, Tuning
@@ -25,7 +25,8 @@ class GpuStep:
 
     ``arrays`` are the upload's other parts: ``lengths`` [R] and ``table`` [R, n] of the decode rows, ``chunk_targets``
     of all chunks, ``chunks`` and ``chunk_tables`` of paged ones, ``chunk_table{i}`` and ``span_{window}_{i}`` of each
-    gathered one. ``head_rows`` int32 are the rows whose logits are wanted.
+    gathered one; tables and targets once more, with ``WINDOW_PREFIX``, where sliding-window layers have a pool of
+    their own. ``head_rows`` int32 are the rows whose logits are wanted.
     """
 
     tokens: mx.array
@@ -55,12 +56,20 @@ class KernelBook:
 class GpuLayerCache(PagedLayerCache):
     """One layer's cache. Keys and values are stored by the kernels that attend, so that each pool access is one link
     of the layer's chain of versions. Heads that ``fused`` has are taken from there, not from what the layer hands over.
+    ``is_apart``: the pool is one of sliding-window layers, with block tables of its own.
     """
 
     def __init__(
-        self, pool: LayerPool, holder: StepHolder, max_model_len: int, book: KernelBook, fused: FusedHeads | None
+        self,
+        pool: LayerPool,
+        holder: StepHolder,
+        max_model_len: int,
+        book: KernelBook,
+        fused: FusedHeads | None,
+        is_apart: bool,
     ) -> None:
         super().__init__(pool, holder, max_model_len)
+        self._prefix = WINDOW_PREFIX if is_apart else ""
         self._fused = fused
         self.version = mx.zeros((1,), mx.int32)
         self._gpu_holder = holder
@@ -88,14 +97,16 @@ class GpuLayerCache(PagedLayerCache):
         if R:
             out, self.version = kernels.decode(
                 *(queries[:R], keys[:R], values[:R], self.pool),
-                *(step.arrays["table"], step.arrays["lengths"], self.version, sinks),
+                *(step.arrays[f"{self._prefix}table"], step.arrays["lengths"], self.version, sinks),
             )
             outputs.append(out)
         if step.num_chunk_rows:
-            self.version = kernels.write(keys[R:], values[R:], self.pool, step.arrays["chunk_targets"], self.version)
+            targets = step.arrays[f"{self._prefix}chunk_targets"]
+            self.version = kernels.write(keys[R:], values[R:], self.pool, targets, self.version)
         if step.num_chunk_rows and not step.gathered:
+            tables = step.arrays[f"{self._prefix}chunk_tables"]
             out, self.version = kernels.attend_chunks(
-                *(queries[R:], self.pool, step.arrays["chunk_tables"], step.arrays["chunks"], self.version, sinks)
+                *(queries[R:], self.pool, tables, step.arrays["chunks"], self.version, sinks)
             )
             outputs.append(out)
         outputs += [
@@ -130,10 +141,8 @@ class GpuLayerCache(PagedLayerCache):
             # Nothing before the chunk: its own keys and values are all there is. A packed pool gives back others.
             k, v = (x[rows].transpose(2, 1, 0, 3) for x in (keys, values))
         else:
-            span = step.arrays[f"span_{window}_{index}"]
-            k, v, self.version = kernels.gather(
-                self.pool, step.arrays[f"chunk_table{index}"], span, num_positions, self.version
-            )
+            table, span = step.arrays[f"{self._prefix}chunk_table{index}"], step.arrays[f"span_{window}_{index}"]
+            k, v, self.version = kernels.gather(self.pool, table, span, num_positions, self.version)
         out = mx.fast.scaled_dot_product_attention(
             queries[rows].transpose(2, 1, 0, 3),
             *(k, v),

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.batch import BatchRow, StepBatch
+from engine.memory.window_blocks import HOLE
 from engine.mlx_backend.noise import key_words
 from engine.mlx_backend.rungs import rung_for, table_width, token_rung
 from engine.mlx_backend.speculation import sampling_places
@@ -62,8 +63,15 @@ class HostStep:
     limits: npt.NDArray[np.int32]
 
 
+WINDOW_PREFIX = "window_"
+"""Before the names of block tables and targets of sliding-window layers, where those have a pool of their own."""
+
+
 class GpuInputBuilder:
-    """Builds steps for pools of ``block_size`` positions a block and contexts of up to ``max_model_len``."""
+    """Builds steps for pools of ``block_size`` positions a block and contexts of up to ``max_model_len``.
+
+    ``num_window_blocks``: the pools of sliding-window layers hold so many, under block tables of their own.
+    """
 
     def __init__(
         self,
@@ -74,6 +82,7 @@ class GpuInputBuilder:
         vocab_size_tokens: int,
         windows: Iterable[int],
         pages_chunks: bool,
+        num_window_blocks: int | None = None,
     ) -> None:
         self._block_size = block_size
         self._least_width = max(1, _LEAST_TABLE_TOKENS // block_size)
@@ -81,7 +90,11 @@ class GpuInputBuilder:
         self._slots = slots
         self._vocab_size_tokens = vocab_size_tokens
         self._windows = tuple(sorted(set(windows)))
-        self._tables = _SlotTables(slots, self._max_width)
+        self._tables = {"": _SlotTables(slots, self._max_width)}
+        # A hole reads as the null block behind the pool's last: chunk attention may load what is behind a window.
+        self._null_window_block = num_window_blocks or 0
+        if num_window_blocks is not None:
+            self._tables[WINDOW_PREFIX] = _SlotTables(slots, self._max_width, num_window_blocks)
         self.pages_chunks = pages_chunks
         self.rung_times_s: Mapping[int, float] = {}
 
@@ -135,23 +148,26 @@ class GpuInputBuilder:
     ) -> dict[str, npt.NDArray[np.generic]]:
         """Tokens of all chunks and, per chunk, its rows, its first position and its block table."""
         tokens, positions = np.zeros(num_padded, np.int32), np.zeros(num_padded, np.int32)
-        targets = np.full(num_padded, -1, np.int32)
+        targets = {prefix: np.full(num_padded, -1, np.int32) for prefix in self._tables}
         spans = np.zeros((num_chunks, 3), np.int32)
         # As wide as can be: the kernel reads what it needs, and a narrower table would be one more compiled step.
-        tables = np.zeros((num_chunks, self._max_width), np.int32)
+        tables = {prefix: np.zeros((num_chunks, self._max_width), np.int32) for prefix in self._tables}
         first = 0
         for i, row in enumerate(chunks):
             rows = slice(first, first + row.num_tokens)
-            tokens[rows], positions[rows], targets[rows] = tokens_of(row), _positions(row), self._places(row)
+            tokens[rows], positions[rows] = tokens_of(row), _positions(row)
             spans[i] = first, row.num_tokens, row.start
-            tables[i, : self._num_blocks(row)] = row.block_ids[: self._num_blocks(row)]
+            for prefix in self._tables:
+                blocks = self._blocks(row, prefix)
+                tables[prefix][i, : len(blocks)] = blocks
+                targets[prefix][rows] = self._places(row, blocks)
             first = rows.stop
         return {
             "chunk_tokens": tokens,
             "chunk_positions": positions,
-            "chunk_targets": targets,
             "chunks": spans,
-            "chunk_tables": tables,
+            **{f"{prefix}chunk_targets": array for prefix, array in targets.items()},
+            **{f"{prefix}chunk_tables": array for prefix, array in tables.items()},
         }
 
     def _gathered(
@@ -169,7 +185,9 @@ class GpuInputBuilder:
             first += row.num_tokens
         arrays["chunk_tokens"] = np.concatenate([tokens_of(row) for row in chunks])
         arrays["chunk_positions"] = np.concatenate([_positions(row) for row in chunks])
-        arrays["chunk_targets"] = np.concatenate([self._places(row) for row in chunks])
+        for prefix in self._tables:
+            places = [self._places(row, self._blocks(row, prefix)) for row in chunks]
+            arrays[f"{prefix}chunk_targets"] = np.concatenate(places)
         heads = [(place, row) for place, row in _chunk_heads(chunks, num_rows) if row is not None]
         arrays["head_index"] = np.array([*range(num_rows), *(place for place, _ in heads)], np.int32)
         head_rows = (*decode_rows, *(row for _, row in heads))
@@ -186,8 +204,11 @@ class GpuInputBuilder:
         slots[: len(rows)] = [row.slot for row in rows]
         needed = -(-int(lengths.max(initial=1)) // self._block_size)
         width = table_width(needed, self._least_width, self._max_width)
-        table = self._tables.of(rows, slots, width)
-        return {"tokens": tokens, "slots": slots, "lengths": lengths, "table": table}
+        tables = {
+            f"{prefix}table": known.of([_block_ids(row, prefix) for row in rows], slots, width)
+            for prefix, known in self._tables.items()
+        }
+        return {"tokens": tokens, "slots": slots, "lengths": lengths, **tables}
 
     def _packed(
         self,
@@ -218,47 +239,48 @@ class GpuInputBuilder:
         layout, upload = pack(arrays)
         return HostStep(StepShape(layout, num_rows, num_chunk_rows, gathered), upload, head_rows, settings, limits)
 
-    def _num_blocks(self, row: BatchRow) -> int:
-        return -(-(row.start + row.num_tokens) // self._block_size)
+    def _blocks(self, row: BatchRow, prefix: str) -> npt.NDArray[np.int32]:
+        """The row's blocks up to the step's end."""
+        num_blocks = -(-(row.start + row.num_tokens) // self._block_size)
+        blocks = np.array(_block_ids(row, prefix)[:num_blocks], np.int32)
+        return np.where(blocks == HOLE, self._null_window_block, blocks)
 
     def _spans(self, row: BatchRow) -> dict[str, npt.NDArray[np.generic]]:
         """Block table and, per window, the span of positions to gather: first, last + 1, count."""
         end = row.start + row.num_tokens
         arrays: dict[str, npt.NDArray[np.generic]] = {
-            "chunk_table": np.array(row.block_ids[: self._num_blocks(row)], np.int32)
+            f"{prefix}chunk_table": self._blocks(row, prefix) for prefix in self._tables
         }
         for window in self._windows:
             first = chunk_context_start(row.start, window, self._block_size)
             arrays[f"span_{window}_"] = np.array([first, end, end - first], np.int32)
         return arrays
 
-    def _places(self, row: BatchRow) -> npt.NDArray[np.int32]:
+    def _places(self, row: BatchRow, blocks: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         position = _positions(row)
-        size = self._block_size
-        first = row.start // size
-        blocks = np.array(row.block_ids[first : (row.start + row.num_tokens - 1) // size + 1], np.int64)
-        return (blocks[position // size - first] * size + position % size).astype(np.int32)
+        return blocks[position // self._block_size] * self._block_size + position % self._block_size
 
 
 class _SlotTables:
     """Block tables by slot, brought up to date by what was appended: copying every table in every step would take
-    longer than all else that the host does for it. A list of blocks only grows; a request that starts anew has a new
-    one (``BatchRow``)."""
+    longer than all else that the host does for it. A list of blocks only grows, but for holes behind the window, which
+    no decode row reads; a request that starts anew has a new one (``BatchRow``). ``null_block`` stands for a hole."""
 
-    def __init__(self, num_slots: int, width: int) -> None:
+    def __init__(self, num_slots: int, width: int, null_block: int = 0) -> None:
+        self._null_block = null_block
         self._blocks = np.zeros((num_slots + 1, width), np.int32)  # the last row stays zero, for padding
         self._sources: list[Sequence[int] | None] = [None] * num_slots
         self._num_known = [0] * num_slots
 
-    def of(self, rows: Sequence[BatchRow], slots: npt.NDArray[np.int32], width: int) -> npt.NDArray[np.int32]:
-        """Tables of ``rows``, which have ``slots``; [len(slots), width], padding included."""
-        for row in rows:
-            slot, blocks = row.slot, row.block_ids
+    def of(self, block_ids: Sequence[Sequence[int]], slots: npt.NDArray[np.int32], width: int) -> npt.NDArray[np.int32]:
+        """The rows' ``block_ids``, which have the first of ``slots``, as [len(slots), width], padding included."""
+        for slot, blocks in zip(slots.tolist(), block_ids, strict=False):
             if self._sources[slot] is not blocks or len(blocks) < self._num_known[slot]:
                 self._sources[slot], self._num_known[slot] = blocks, 0
             known = self._num_known[slot]
             if len(blocks) > known:
-                self._blocks[slot, known : len(blocks)] = blocks[known:]
+                new = np.array(blocks[known:], np.int32)
+                self._blocks[slot, known : len(blocks)] = np.where(new == HOLE, self._null_block, new)
                 self._num_known[slot] = len(blocks)
         return self._blocks[slots, :width]
 
@@ -266,6 +288,10 @@ class _SlotTables:
 def chunk_context_start(start: int, window: int, block_size: int) -> int:
     """First position that a chunk from ``start`` gathers: its first token's window, down to a whole block."""
     return max(0, start + 1 - window) // block_size * block_size if window else 0
+
+
+def _block_ids(row: BatchRow, prefix: str) -> Sequence[int]:
+    return row.window_block_ids if prefix == WINDOW_PREFIX else row.block_ids
 
 
 def _padded(rows: Sequence[BatchRow | None], count: int) -> tuple[BatchRow | None, ...]:

@@ -47,6 +47,7 @@ class GpuModel(PackedModel):
         dtype: mx.Dtype,
         book: KernelBook,
         sampling: SampleKernel | None,
+        num_window_blocks: int | None = None,
         compiles: bool = True,
     ) -> None:
         max_model_len = loaded.facts.max_model_len
@@ -58,12 +59,20 @@ class GpuModel(PackedModel):
             dtype=dtype,
             max_model_len=max_model_len,
             kv_bits=book.kv_bits,
+            num_window_blocks=num_window_blocks,
         )
         self.products = _products_of(loaded, book)
         fused = _fused_heads_of(loaded, book, self.products)
         self.num_fused_heads = 0 if fused is None else fused.num_layers
         self.norms = _fused_norms_of(loaded, book)
-        self.layers = [GpuLayerCache(pool, self._holder, max_model_len, book, fused) for pool in self.pools]
+        has_window_pools = num_window_blocks is not None
+        self.layers = [
+            GpuLayerCache(
+                *(pool, self._holder, max_model_len, book, fused),
+                is_apart=has_window_pools and pool.shape.window is not None,
+            )
+            for pool in self.pools
+        ]
         self.caches = list(self.layers)
         self.sampling = sampling
         self._compiles = compiles

@@ -74,6 +74,7 @@ class GpuModelRunner:
         tuning: Tuning,
         kv_dtype: KvDtype = "auto",
         kv_bits: int | None = None,
+        num_window_blocks: int | None = None,
         samples_on_device: bool = True,
         compiles: bool = True,
     ) -> None:
@@ -93,6 +94,7 @@ class GpuModelRunner:
             dtype=dtype,
             book=KernelBook(block_size, factory, tuning, kv_bits),
             sampling=SampleKernel(factory) if samples_on_device else None,
+            num_window_blocks=num_window_blocks,
             compiles=compiles,
         )
         self._guides = RowGuides(loaded.grammars)
@@ -104,6 +106,7 @@ class GpuModelRunner:
             vocab_size_tokens=loaded.facts.vocab_size,
             windows=(layer.window or 0 for layer in loaded.layers),
             pages_chunks=pages_chunks(loaded, block_size, tuning),
+            num_window_blocks=num_window_blocks,
         )
         self._clock = StepClock()
 

@@ -51,9 +51,8 @@ class LoadedModel:
 
     @property
     def window_tokens(self) -> int:
-        """What sliding-window layers see, where they get a pool of their own; else 0. The GPU kernels read one block
-        table for all layers."""
-        if self.form is StepForm.SINGLE or (self.form is StepForm.PACKED and self.backend != "cpu"):
+        """What sliding-window layers see, where they get a pool of their own; else 0."""
+        if self.form is StepForm.SINGLE:
             return 0
         widest = max((layer.window or 0 for layer in self.layers), default=0)
         return min(widest, self.facts.max_model_len)

@@ -9,6 +9,7 @@ import dataclasses
 import logging
 from collections.abc import Iterator
 from functools import partial
+from typing import TypedDict
 
 from engine.interfaces import ModelRunner
 from engine.mlx_backend.geometries import layer_geometries
@@ -40,6 +41,18 @@ logger = logging.getLogger(__name__)
 _OTHER_FORM = "Kernels off: they compute packed steps, and this model's are {}."
 
 
+class _Common(TypedDict):
+    """What both runners are made of."""
+
+    num_blocks: int
+    block_size: int
+    slots: int
+    max_chunk_tokens: int
+    kv_dtype: KvDtype
+    kv_bits: int | None
+    num_window_blocks: int | None
+
+
 def make_runner(
     loaded: LoadedModel,
     *,
@@ -54,17 +67,16 @@ def make_runner(
 ) -> ModelRunner:
     """The fastest runner that computes ``loaded`` rightly here. A kernel that is turned off is named in the log and in
     the facts' disclosures; so is a form of steps that the kernels do not know."""
-    plain_runner = partial(
-        MlxModelRunner,
-        num_blocks=num_blocks,
-        block_size=block_size,
-        slots=slots,
-        max_chunk_tokens=max_chunk_tokens,
-        kv_dtype=kv_dtype,
-        num_state_snapshots=num_state_snapshots,
-        num_window_blocks=num_window_blocks,
-        kv_bits=kv_bits,
-    )
+    common: _Common = {
+        "num_blocks": num_blocks,
+        "block_size": block_size,
+        "slots": slots,
+        "max_chunk_tokens": max_chunk_tokens,
+        "kv_dtype": kv_dtype,
+        "kv_bits": kv_bits,
+        "num_window_blocks": num_window_blocks,
+    }
+    plain_runner = partial(MlxModelRunner, **common, num_state_snapshots=num_state_snapshots)
     if kv_bits is not None:
         loaded = _disclosing(loaded, [f"Keys and values have {kv_bits} bits (`kv_bits`), which changes answers."])
     target = gpu_target() if loaded.backend != "cpu" else None
@@ -78,14 +90,9 @@ def make_runner(
         return plain_runner(loaded)
     runner = GpuModelRunner(
         loaded,
-        num_blocks=num_blocks,
-        block_size=block_size,
-        slots=slots,
-        max_chunk_tokens=max_chunk_tokens,
+        **common,
         factory=factory,
         tuning=tuning,
-        kv_dtype=kv_dtype,
-        kv_bits=kv_bits,
         samples_on_device=SAMPLING not in failed,
     )
     runner.warm_up()

@@ -45,7 +45,8 @@ def steps_trial(
 def _distances(loaded: LoadedModel, book: KernelBook) -> list[float]:
     block_size, tuning = book.block_size, book.tuning
     blocks_per_row = -(-32 // block_size)
-    sizes = {"num_blocks": _NUM_SEQUENCES * blocks_per_row, "block_size": block_size}
+    num_blocks = _NUM_SEQUENCES * blocks_per_row
+    sizes = {"num_blocks": num_blocks, "num_window_blocks": num_blocks, "block_size": block_size}
     max_model_len = loaded.facts.max_model_len
     plain = PackedModel(
         loaded.model,
@@ -65,6 +66,7 @@ def _distances(loaded: LoadedModel, book: KernelBook) -> list[float]:
         vocab_size_tokens=loaded.facts.vocab_size,
         windows=(layer.window or 0 for layer in loaded.layers),
         pages_chunks=pages_chunks(loaded, block_size, tuning),
+        num_window_blocks=num_blocks,
     )
     last_tokens = mx.zeros((_NUM_SEQUENCES + 1,), mx.int32)
     distances = []
@@ -95,6 +97,7 @@ def _batches(vocab_size: int, blocks_per_row: int) -> list[StepBatch]:
                     num_tokens=count,
                     token_ids=tokens[sequence],
                     block_ids=order[sequence * blocks_per_row : (sequence + 1) * blocks_per_row],
+                    window_block_ids=order[::-1][sequence * blocks_per_row : (sequence + 1) * blocks_per_row],
                     num_prompt_tokens=32,
                     sampling=SamplingParams(temperature=0.0),
                     seed=0,

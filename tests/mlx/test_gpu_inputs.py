@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -55,9 +57,15 @@ def test_uploads_come_back_as_they_were() -> None:
     assert layout == pack(arrays)[0]
 
 
-def builder(*, pages_chunks: bool = True) -> GpuInputBuilder:
+def builder(*, pages_chunks: bool = True, num_window_blocks: int | None = None) -> GpuInputBuilder:
     return GpuInputBuilder(
-        block_size=4, max_model_len=64, slots=6, vocab_size_tokens=50, windows=(0, 8), pages_chunks=pages_chunks
+        block_size=4,
+        max_model_len=64,
+        slots=6,
+        vocab_size_tokens=50,
+        windows=(0, 8),
+        pages_chunks=pages_chunks,
+        num_window_blocks=num_window_blocks,
     )
 
 
@@ -143,3 +151,18 @@ def test_gathered_chunks_carry_their_spans() -> None:
     assert arrays["span_0_0"].tolist() == [0, 22, 22]
     assert arrays["span_8_0"].tolist() == [8, 22, 14]  # the first token sees 10 to 17; 8 is its block's start
     assert arrays["head_index"].tolist() == [0, 5]
+
+
+@pytest.mark.parametrize("pages_chunks", [True, False], ids=["paged", "gathered"])
+def test_window_layers_have_tables_and_targets_of_their_own(pages_chunks: bool) -> None:
+    """A hole is the null block, the one behind the pool's last."""
+    decode = dataclasses.replace(row(0, 9, 1), window_block_ids=[-1, 12, 11])
+    chunk = dataclasses.replace(row(2, 17, 5), window_block_ids=[-1, -1, 7, 8, 2, 6])
+    host = builder(pages_chunks=pages_chunks, num_window_blocks=20).build(StepBatch(0, (decode, chunk)))
+    arrays = arrays_of(host)
+    assert arrays["window_table"][0, :3].tolist() == [20, 12, 11]
+    assert arrays["table"][0, :3].tolist() == [0, 1, 2]
+    assert arrays["window_chunk_targets"][:5].tolist() == [9, 10, 11, 24, 25]
+    assert arrays["chunk_targets"][:5].tolist() == [57, 58, 59, 60, 61]
+    table = arrays["window_chunk_tables"][0] if pages_chunks else arrays["window_chunk_table0"]
+    assert table[:6].tolist() == [20, 20, 7, 8, 2, 6]

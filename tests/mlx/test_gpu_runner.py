@@ -12,6 +12,7 @@ import pytest
 
 from engine.batch import BlockCopy, StepBatch
 from engine.core.engine_core import EngineCore
+from engine.memory.window_blocks import WindowConfig, most_ahead_tokens, num_blocks_needed
 from engine.mlx_backend.gpu_inputs import HostStep
 from engine.mlx_backend.gpu_runner import GpuModelRunner
 from engine.mlx_backend.kernels.tiling import Tuning
@@ -46,6 +47,7 @@ def gpu_runner(
     samples_on_device: bool = True,
     tuning: Tuning = TUNING,
     kv_bits: int | None = None,
+    num_window_blocks: int | None = None,
 ) -> GpuModelRunner:
     return GpuModelRunner(
         loaded,
@@ -56,6 +58,7 @@ def gpu_runner(
         factory=emulator,
         tuning=tuning,
         kv_bits=kv_bits,
+        num_window_blocks=num_window_blocks,
         samples_on_device=samples_on_device,
         compiles=False,
     )
@@ -77,6 +80,7 @@ def serve(
     requests: list[tuple[list[int], SamplingParams]],
     slots: int = SLOTS,
     max_draft_tokens: int = 0,
+    window: WindowConfig | None = None,
 ) -> list[TokenOutput]:
     """All ``requests`` through scheduler and core; one output each, its tokens and logprobs joined."""
     config = SchedulerConfig(
@@ -87,6 +91,7 @@ def serve(
         max_chunk_tokens=24,
         max_steps_in_flight=runner.max_steps_in_flight,
         max_draft_tokens=max_draft_tokens,
+        window=window,
     )
     ticks = itertools.count()
     core = EngineCore(Scheduler(config), runner, lambda: float(next(ticks)))
@@ -130,6 +135,54 @@ def test_over_few_bits_the_text_is_the_cpu_runners_with_as_many(
     assert runner.facts.kv_bytes_per_token == loaded.kv_bytes_per_token(mx.float32, kv_bits)
     assert [output.token_ids for output in serve(runner, requests)] == wanted
     assert wanted != [output.token_ids for output in serve(cpu_runner(loaded), requests)] or kv_bits == 8
+
+
+def window_of(loaded: LoadedModel) -> WindowConfig:
+    """A pool that is just large enough; in what ``serve`` is asked here, full length would take more."""
+    widest = max(layer.window or 0 for layer in loaded.layers)
+    return WindowConfig(widest, num_blocks_needed(widest, BLOCK_SIZE, SLOTS, most_ahead_tokens(24, SLOTS, 2)))
+
+
+def poison(runner: GpuModelRunner) -> None:
+    """NaN at every position of every pool, but for the null block."""
+    assert runner._model is not None
+    for pool in runner._model.pools:
+        for array in pool.arrays():
+            by_head = mx.full(array.shape, float("nan"), array.dtype).reshape(pool.shape.num_kv_heads, -1)
+            by_head[:, -BLOCK_SIZE * array.shape[1] :] = 0.0
+            array[:] = by_head.reshape(array.shape)
+        mx.eval(pool.arrays())
+
+
+@pytest.mark.parametrize("architecture", ["gpt_oss", "gemma3_text"])
+def test_windows_with_a_pool_of_their_own_change_no_text(architecture: str, emulator: Emulator) -> None:
+    loaded = tiny_model(architecture)
+    window = window_of(loaded)
+    again = prompts(3, 60)
+    requests = [
+        (prompt, SamplingParams(temperature=0.0, max_tokens=3 + 4 * i, ignore_eos=True))
+        for i, prompt in enumerate([*prompts(9, 60), *again])
+    ]
+    wanted = [output.token_ids for output in serve(cpu_runner(loaded), requests)]
+    runner = gpu_runner(loaded, emulator, num_window_blocks=window.num_blocks)
+    poison(runner)
+    assert [output.token_ids for output in serve(runner, requests, window=window)] == wanted
+
+
+def test_chunks_by_the_kernel_read_no_block_that_was_given_back(emulator: Emulator) -> None:
+    """Half precision and the same kernels: with window pools every number is the same as without."""
+    model, config = build("gemma3_text", vocab_size=224)
+    model.set_dtype(mx.float16)
+    loaded = describe_model(model, config, ModelSource("half", "folder", Path("nowhere"), "r0"), "cpu")
+    tuning = dataclasses.replace(TUNING, pages_chunks=True)
+    sampling = SamplingParams(temperature=0.0, max_tokens=20, num_logprobs=2, ignore_eos=True)
+    requests = [(prompt, sampling) for prompt in prompts(9, 150)]
+    wanted = serve(gpu_runner(loaded, emulator, tuning=tuning), requests)
+    window = window_of(loaded)
+    runner = gpu_runner(loaded, emulator, tuning=tuning, num_window_blocks=window.num_blocks)
+    assert runner._inputs.pages_chunks
+    poison(runner)
+    assert serve(runner, requests, window=window) == wanted
 
 
 SAMPLED = [
