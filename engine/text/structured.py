@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
@@ -23,6 +24,8 @@ from numpy.typing import NDArray
 from engine.errors import InvalidParameterError, RequestFailedError
 from engine.request import Grammar
 from engine.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -40,6 +43,11 @@ _SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SCHEMAS = ("items", "additionalProperties")
 _DEFINITIONS = ("$defs", "definitions")
 _CACHED_GRAMMARS = 64
+# llguidance (1.9.1) follows rules and references by recursion, with up to 10 KB of stack for each of a chain, and a
+# stack that runs out ends the process. So many fit into the compiling thread; nothing recurses later.
+MAX_PARTS = 10_000
+STACK_BYTES = 256 * 2**20
+_stack_size_lock = threading.Lock()
 
 
 class GrammarMatcher:
@@ -116,6 +124,10 @@ class GrammarCompiler:
         self._compiled(grammar)
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
+        _require_parts(grammar)
+        return _with_stack(lambda: self._compile_here(grammar))
+
+    def _compile_here(self, grammar: Grammar) -> LLMatcher:
         try:
             matcher = self._new_matcher(grammar)
         except ValueError as error:
@@ -167,6 +179,36 @@ def check_grammar(grammar: Grammar) -> None:
     Needs no model, so that whoever takes a request can refuse it at once.
     """
     _checker.check(grammar)
+
+
+def _require_parts(grammar: Grammar) -> None:
+    """Each schema is an object, and each rule a line. Raises InvalidParameterError."""
+    num_parts = grammar.text.count("{") + (grammar.text.count("\n") if grammar.kind == "grammar" else 0)
+    if grammar.kind in ("json_schema", "grammar") and num_parts > MAX_PARTS:
+        raise InvalidParameterError(
+            f"The {grammar.kind} cannot be followed: it has {num_parts} parts, and {MAX_PARTS} is the most.",
+            grammar.param,
+        )
+
+
+def _with_stack(make: Callable[[], T]) -> T:
+    """Call ``make`` on a thread with ``STACK_BYTES`` of stack."""
+    made: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            made.set_result(make())
+        except BaseException as error:
+            made.set_exception(error)
+
+    with _stack_size_lock:
+        # It holds for every thread that is started until it is set back; more room harms none of them.
+        usual_bytes = threading.stack_size(STACK_BYTES)
+        try:
+            threading.Thread(target=run, name="grammar").start()
+        finally:
+            threading.stack_size(usual_bytes)
+    return made.result()
 
 
 def embedded_schema(schema: Any) -> str:

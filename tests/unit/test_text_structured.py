@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import random
 import re
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
@@ -262,3 +264,33 @@ def test_threads_may_share_a_compiler() -> None:
 def test_a_grammar_in_which_no_answer_begins_is_refused(text: str) -> None:
     with pytest.raises(InvalidParameterError, match="cannot be followed"):
         compiler().check(Grammar("grammar", text, "structured_outputs"))
+
+
+# Chains of rules, terminals and references, which llguidance follows by recursion: a crash would be this process's end.
+CHAINS = """
+import json, sys
+from engine.errors import InvalidParameterError
+from engine.request import Grammar
+from engine.text.structured import MAX_PARTS, check_grammar
+
+def chains(n):
+    for name in ("a", "A"):
+        rules = [f'{name}{i}: "x" {name}{i + 1}' for i in range(n)]
+        yield Grammar("grammar", "\\n".join([f"start: {name}0", *rules, f'{name}{n}: "z"']))
+    steps = {f"a{i}": {"properties": {"x": {"$ref": f"#/$defs/a{i + 1}"}}, "type": "object"} for i in range(n)}
+    yield Grammar("json_schema", json.dumps({"$ref": "#/$defs/a0", "$defs": {**steps, f"a{n}": {"type": "string"}}}))
+
+for grammar in chains(MAX_PARTS // 4):
+    check_grammar(grammar)
+for grammar in chains(MAX_PARTS):
+    try:
+        check_grammar(grammar)
+    except InvalidParameterError as error:
+        print(error.message)
+"""
+
+
+def test_a_long_chain_of_rules_ends_no_process() -> None:
+    done = subprocess.run([sys.executable, "-c", CHAINS], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-500:]
+    assert done.stdout.count("is the most") == 3
