@@ -22,7 +22,10 @@ Message = dict[str, Any]
 # Type of a content part -> the field that holds its text.
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 # Names that a request must not give to a template variable: arguments of the renderer.
-RESERVED_VARIABLES = frozenset({"chat_template", "conversations", "messages", "return_assistant_tokens_mask", "tools"})
+# The last is the name that Jinja gives to a template itself.
+RESERVED_VARIABLES = frozenset(
+    {"chat_template", "conversations", "messages", "return_assistant_tokens_mask", "tools", "self"}
+)
 _PROBE = "metalslots"
 
 

@@ -9,7 +9,7 @@ import pytest
 from engine.errors import InvalidParameterError
 from serve_app.ingress.error_bodies import MESSAGES_PATH
 from serve_app.protocol import GenerateCall
-from tests.serve_fakes import EngineFleet, client_of
+from tests.serve_fakes import CHAT, EngineFleet, client_of
 
 MESSAGES = {"model": "chain", "max_tokens": 5, "messages": [{"role": "user", "content": "x"}]}
 RESPONSES = {"model": "chain", "max_output_tokens": 5, "input": "x"}
@@ -66,3 +66,7 @@ async def test_a_call_with_nothing_to_answer_ends(count_only: bool) -> None:
             async for _ in fleet.runner.generate(GenerateCall("c", "chain", count_only=count_only)):
                 pass
         assert fleet.runner.num_open == 0
+
+
+async def test_a_template_variable_that_is_none() -> None:
+    await _refused("/v1/chat/completions", {**CHAT, "chat_template_kwargs": {"self": 1}}, "`self` cannot be set")
