@@ -33,7 +33,7 @@ _ATTRIBUTES = {
 _WORDS = re.compile(r"\b(?:double|long\s+long|goto|try|throw|virtual|new|delete|typeid|dynamic_cast|thread_local)\b")
 _POINTERS = re.compile(
     r"(?<!device )(?<!thread )(?<!constant )(?<!threadgroup )(?<!const )(?<!DEVICE )(?<!THREAD )(?<!SHARED )"
-    r"\b(?:T|P|Type|float|int|int32_t|bool|half|Offset)\s*[*&]\s*[\w)]"
+    r"\b(?:T|P|Type|float|int|int32_t|bool|half|Half|Word|Offset)\s*[*&]\s*[\w)]"
 )
 
 

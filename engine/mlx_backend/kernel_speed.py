@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterator
 import mlx.core as mx
 import numpy as np
 
-from engine.mlx_backend.geometries import layer_geometries
+from engine.mlx_backend.geometries import layer_geometries, packs
 from engine.mlx_backend.kernels.launch import KernelFactory
 from engine.mlx_backend.kernels.paged_attention import PagedKernels
 from engine.mlx_backend.kernels.sampling import SampleKernel
 from engine.mlx_backend.kernels.tiling import Geometry, Tuning
 from engine.mlx_backend.loaded_model import LoadedModel
-from engine.mlx_backend.paged_cache import LayerPool, LayerShape
+from engine.mlx_backend.paged_cache import LayerShape
+from engine.mlx_backend.pools import make_pools
 
 _ROWS, _CONTEXT_TOKENS, _CHUNK_TOKENS, _BLOCK_SIZE_TOKENS = 8, 1024, 512, 16
 _REPEATS = 7
@@ -28,59 +29,78 @@ _CALLS = 10  # queued together, so that the launch of one hides behind another
 def compare_speeds(loaded: LoadedModel, factory: KernelFactory, tuning: Tuning) -> Iterator[tuple[str, float, float]]:
     """Name, seconds by the kernel and seconds in plain MLX, for the model's first kind of layer."""
     geometry = layer_geometries(loaded, _BLOCK_SIZE_TOKENS)[0]
-    yield from _attention(geometry, loaded.compute_dtype, factory, tuning)
+    for kv_bits in (None, 8, 4) if packs(loaded) else (None,):
+        yield from _attention(geometry, loaded.compute_dtype, factory, tuning, kv_bits)
     yield _sampling(loaded.facts.vocab_size, loaded.compute_dtype, factory)
 
 
 def _attention(
-    geometry: Geometry, dtype: mx.Dtype, factory: KernelFactory, tuning: Tuning
+    geometry: Geometry, dtype: mx.Dtype, factory: KernelFactory, tuning: Tuning, kv_bits: int | None
 ) -> Iterator[tuple[str, float, float]]:
-    g, kernels = geometry, PagedKernels(geometry, dtype, dtype, factory, tuning)
-    blocks_per_row = _CONTEXT_TOKENS // g.block_size
-    num_blocks = _ROWS * blocks_per_row
-    pool = LayerPool(LayerShape(g.num_kv_heads, g.head_dim, g.head_dim), num_blocks, g.block_size, dtype)
-    table = np.random.default_rng(0).permutation(num_blocks).reshape(_ROWS, blocks_per_row).astype(np.int32)
-    heads = np.arange(g.num_kv_heads)[:, None] * (num_blocks + 1)
-    block_index = mx.array((table[:, None, :] + heads).astype(np.int32))
-    device_table, lengths = mx.array(table), mx.full((_ROWS,), _CONTEXT_TOKENS, mx.int32)
-    queries = mx.random.normal((_ROWS, g.num_heads, 1, g.head_dim), dtype)
-    new = mx.random.normal((_ROWS, g.num_kv_heads, 1, g.head_dim), dtype)
+    kernels = PagedKernels(geometry, dtype, dtype, factory, tuning, kv_bits)
+    work = _Work(geometry, dtype, kv_bits)
+    suffix = f", {kv_bits} bits" if kv_bits else ""
+    yield (f"decode attention, 8 x 1,024{suffix}", *_decode(kernels, work))
+    if kernels.attends_chunks:
+        yield (f"chunk attention, 512 at 512{suffix}", *_chunk(kernels, work))
+
+
+class _Work:
+    """A pool, its rows' block tables in no order, and what the plain operations gather by."""
+
+    def __init__(self, geometry: Geometry, dtype: mx.Dtype, kv_bits: int | None) -> None:
+        g, blocks_per_row = geometry, _CONTEXT_TOKENS // geometry.block_size
+        num_blocks = _ROWS * blocks_per_row
+        shape = LayerShape(g.num_kv_heads, g.head_dim, g.head_dim)
+        (self.pool,) = make_pools([shape], num_blocks, g.block_size, dtype, kv_bits)
+        table = np.random.default_rng(0).permutation(num_blocks).reshape(_ROWS, blocks_per_row).astype(np.int32)
+        heads = np.arange(g.num_kv_heads)[:, None] * (num_blocks + 1)
+        self.table, self.block_index = mx.array(table), mx.array((table[:, None, :] + heads).astype(np.int32))
+        self.dtype = dtype
+
+
+def _decode(kernels: PagedKernels, work: _Work) -> tuple[float, float]:
+    g, pool = kernels.geometry, work.pool
+    lengths = mx.full((_ROWS,), _CONTEXT_TOKENS, mx.int32)
+    queries = mx.random.normal((_ROWS, g.num_heads, 1, g.head_dim), work.dtype)
+    new = mx.random.normal((_ROWS, g.num_kv_heads, 1, g.head_dim), work.dtype)
 
     def decode() -> list[mx.array]:
         version, outputs = mx.zeros((1,), mx.int32), []
         for _ in range(_CALLS):
-            out, version = kernels.decode(queries, new, new, pool, device_table, lengths, version)
+            out, version = kernels.decode(queries, new, new, pool, work.table, lengths, version)
             outputs.append(out)
         return outputs
 
-    def plain_decode() -> list[mx.array]:
+    def plain() -> list[mx.array]:
         return [
-            mx.fast.scaled_dot_product_attention(queries, *pool.gather(block_index), scale=g.scale)
+            mx.fast.scaled_dot_product_attention(queries, *pool.gather(work.block_index), scale=g.scale)
             for _ in range(_CALLS)
         ]
 
-    yield "decode attention, 8 x 1,024", _seconds(decode), _seconds(plain_decode)
-    if not kernels.attends_chunks:
-        return
-    chunk_queries = mx.random.normal((_CHUNK_TOKENS, g.num_heads, 1, g.head_dim), dtype)
-    start = _CONTEXT_TOKENS - _CHUNK_TOKENS
-    chunks = mx.array([[0, _CHUNK_TOKENS, start]], mx.int32)
+    return _seconds(decode), _seconds(plain)
+
+
+def _chunk(kernels: PagedKernels, work: _Work) -> tuple[float, float]:
+    g, pool = kernels.geometry, work.pool
+    queries = mx.random.normal((_CHUNK_TOKENS, g.num_heads, 1, g.head_dim), work.dtype)
+    chunks = mx.array([[0, _CHUNK_TOKENS, _CONTEXT_TOKENS - _CHUNK_TOKENS]], mx.int32)
 
     def chunk() -> list[mx.array]:
         version, outputs = mx.zeros((1,), mx.int32), []
         for _ in range(_CALLS):
-            out, version = kernels.attend_chunks(chunk_queries, pool, device_table[:1], chunks, version)
+            out, version = kernels.attend_chunks(queries, pool, work.table[:1], chunks, version)
             outputs.append(out)
         return outputs
 
-    def plain_chunk() -> list[mx.array]:
-        rows = chunk_queries.transpose(2, 1, 0, 3)
+    def plain() -> list[mx.array]:
+        rows = queries.transpose(2, 1, 0, 3)
         return [
-            mx.fast.scaled_dot_product_attention(rows, *pool.gather(block_index[:1]), scale=g.scale, mask="causal")
+            mx.fast.scaled_dot_product_attention(rows, *pool.gather(work.block_index[:1]), scale=g.scale, mask="causal")
             for _ in range(_CALLS)
         ]
 
-    yield "chunk attention, 512 at 512", _seconds(chunk), _seconds(plain_chunk)
+    return _seconds(chunk), _seconds(plain)
 
 
 def _sampling(vocab_size: int, dtype: mx.Dtype, factory: KernelFactory) -> tuple[str, float, float]:

@@ -175,8 +175,8 @@ def test_chunks_by_the_kernel_read_no_block_that_was_given_back(emulator: Emulat
     model.set_dtype(mx.float16)
     loaded = describe_model(model, config, ModelSource("half", "folder", Path("nowhere"), "r0"), "cpu")
     tuning = dataclasses.replace(TUNING, pages_chunks=True)
-    sampling = SamplingParams(temperature=0.0, max_tokens=20, num_logprobs=2, ignore_eos=True)
-    requests = [(prompt, sampling) for prompt in prompts(9, 150)]
+    sampling = SamplingParams(temperature=0.0, max_tokens=9, num_logprobs=2, ignore_eos=True)
+    requests = [(prompt, sampling) for prompt in prompts(6, 120)]
     wanted = serve(gpu_runner(loaded, emulator, tuning=tuning), requests)
     window = window_of(loaded)
     runner = gpu_runner(loaded, emulator, tuning=tuning, num_window_blocks=window.num_blocks)

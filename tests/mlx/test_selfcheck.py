@@ -16,7 +16,12 @@ from engine.batch import StepBatch, StepOutput
 from engine.core.gains import read_gains
 from engine.mlx_backend import selfcheck
 from engine.mlx_backend.batching_curve import gains_of, measure_step_times, num_blocks_needed, save_profile
+from engine.mlx_backend.gpu_cache import KernelBook
+from engine.mlx_backend.kernel_check import Verdict
+from engine.mlx_backend.kernels.tiling import Tuning
+from engine.mlx_backend.loaded_model import LoadedModel
 from engine.mlx_backend.selfcheck import Finding
+from tests.kernel_emulator import Emulator
 from tests.mlx.tiny_models import tiny_model
 
 
@@ -127,3 +132,23 @@ def test_a_check_that_breaks_off_fails_and_the_rest_runs(monkeypatch: pytest.Mon
     assert found["broken"].state == "fail"
     assert "boom" in found["broken"].detail
     assert "batching" in found
+
+
+@pytest.mark.parametrize(("head_dim", "pools"), [(32, (None, 8, 4)), (16, (None,))])
+def test_kernels_are_judged_over_every_kind_of_pool(
+    monkeypatch: pytest.MonkeyPatch, head_dim: int, pools: tuple[int | None, ...]
+) -> None:
+    loaded = tiny_model("llama", hidden_size=128, head_dim=head_dim)
+    asked: list[int | None] = []
+
+    def of_pool(loaded: LoadedModel, kv_dtype: str, book: KernelBook) -> list[Verdict]:
+        asked.append(book.kv_bits)
+        return [Verdict("block copy", "", 0.0)]
+
+    monkeypatch.setattr(selfcheck, "check_pool_kernels", of_pool)
+    monkeypatch.setattr(selfcheck, "check_other_kernels", lambda *_: [Verdict("sampling", "", 0.0)])
+    monkeypatch.setattr(selfcheck, "steps_trial", lambda *_: Verdict("whole steps", "", 0.0))
+    names = [verdict.name for verdict in selfcheck._verdicts(loaded, Emulator(Path("nowhere")), Tuning())]
+    suffixes = ["" if kv_bits is None else f", {kv_bits} bits" for kv_bits in pools]
+    assert names == ["sampling", *(f"{name}{suffix}" for suffix in suffixes for name in ("block copy", "whole steps"))]
+    assert tuple(asked) == pools
