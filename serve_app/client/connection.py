@@ -109,6 +109,9 @@ class Client:
         """
         ask = ask or Ask()
         self._handle(ask.model)
+        _require_several(prompts)
+        if max_in_flight < 1:
+            raise ValueError(f"max_in_flight is {max_in_flight}: nothing would ever be asked.")
         batch = Batch(prompts, on_progress)
 
         async def answer(prompt: Question) -> Answer:
@@ -139,6 +142,7 @@ class Client:
         """
         ask = ask or Ask()
         model, handle = self._handle(ask.model)
+        _require_several(inputs)
         rows: list[Floats] = [np.empty(0, np.float32)] * len(inputs)
         places = asyncio.Semaphore(MAX_EMBED_CALLS)
 
@@ -168,3 +172,9 @@ class Client:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _require_several(prompts: Iterable[object]) -> None:
+    """A text is a sequence of texts too, of its characters, and never meant as one."""
+    if isinstance(prompts, str):
+        raise TypeError("Several prompts are expected, and one text is given: put it into a list.")

@@ -142,3 +142,13 @@ def test_outside_an_event_loop_and_a_model_that_nobody_serves() -> None:
     assert [answer.text for answer in metal.generate_many(["a", "b"], raw=True)] == ["a!", "b!"]
     with pytest.raises(ModelUnknownError):
         metal.generate_many(["a"], Ask(model="other"))
+
+
+async def test_one_text_in_the_place_of_several_is_not_taken_for_its_characters() -> None:
+    metal = Client({"m": Replicas()})
+    with pytest.raises(TypeError, match="put it into a list"):
+        await metal.agenerate_many("hello")
+    with pytest.raises(TypeError, match="put it into a list"):
+        await metal.aembed("hello")
+    with pytest.raises(ValueError, match="max_in_flight is 0"):
+        await metal.agenerate_many(["hello"], max_in_flight=0)
