@@ -49,8 +49,7 @@ def reports_errors(command: Callable[P, R]) -> Callable[P, R]:
         except Exception as error:
             if os.environ.get("METALSLOTS_DEBUG") == "1":
                 raise
-            cause = f"{type(error).__name__}: {error}"
-            print_error(CommandFailedError(cause, "a defect of ours; METALSLOTS_DEBUG=1 shows where it arose"))
+            print_error(_described(error))
             raise typer.Exit(EXIT_FAILED) from error
         except KeyboardInterrupt:
             err.print("stopped")
@@ -62,6 +61,15 @@ def reports_errors(command: Callable[P, R]) -> Callable[P, R]:
 def endpoint_of(url: str) -> str:
     """The endpoint's address, whether or not it was given as clients want it, with /v1."""
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+def _described(error: Exception) -> CommandFailedError:
+    if isinstance(error, OSError) and error.filename:
+        return CommandFailedError(
+            f"{error.filename}: {error.strerror}.", "see that the path is right, and that you may write there"
+        )
+    cause = f"{type(error).__name__}: {error}"
+    return CommandFailedError(cause, "a defect of ours; METALSLOTS_DEBUG=1 shows where it arose")
 
 
 def print_error(error: EngineError) -> None:

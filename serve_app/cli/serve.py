@@ -19,7 +19,7 @@ from engine.model_source import ModelSource, resolve_model
 from serve_app.cli.console import CommandFailedError, err, out, progress, reports_errors
 from serve_app.cli.deploy import ask, deploy
 from serve_app.cli.local_ray import LocalRay
-from serve_app.cli.serve_checks import check_disk, check_https, check_port
+from serve_app.cli.serve_checks import check_disk, check_https, check_log_folder, check_port
 from serve_app.cli.serve_settings import ServeOptions, app_settings
 from serve_app.config import AppConfig
 from serve_app.keys import own_key
@@ -46,6 +46,7 @@ def serve(
     sources = [resolve_model(engine.model, engine.adapter) for engine in settings.engines]
     check_port(settings.host, settings.port)
     check_https(settings.https)
+    check_log_folder(settings.logs.folder)
     stop = _StopSignal()
     ray = LocalRay()
     try:

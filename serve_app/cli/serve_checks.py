@@ -1,6 +1,7 @@
 """What must hold on this machine before `serve` starts anything, each failure with its cause and one fix.
 
-Owns: checks of the port, its certificate and the disk. Must not know: Ray or MLX; memory is the engine's own check.
+Owns: checks of the port, its certificate, the disk and the folder for logs. Must not know: Ray or MLX; memory is the
+engine's own check.
 """
 
 from __future__ import annotations
@@ -68,6 +69,12 @@ def check_disk(folder: Path) -> None:
             "for logs and sockets.",
             "free some space there, or set TMPDIR to a folder on another disk",
         )
+
+
+def check_log_folder(folder: str | None) -> None:
+    """Make the folder for logs. Raises OSError: the app's processes would, one after the other."""
+    if folder is not None:
+        Path(folder).expanduser().mkdir(parents=True, exist_ok=True)
 
 
 def check_https(https: HttpsConfig | None) -> None:

@@ -25,7 +25,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "budget.yaml").write_text("models: [{engine: {memory: {budget: -1}}}]")
     (tmp_path / "no-tls.yaml").write_text("https: {certificate: missing.crt, key: missing.key}")
     (tmp_path / "bad-tls.yaml").write_text("https: {certificate: a-file, key: a-file}")
+    (tmp_path / "no-logs.yaml").write_text("logs: {folder: a-file/logs}")
     monkeypatch.chdir(tmp_path)
+    # pytest's folders are longer than a socket's path leaves room for.
+    monkeypatch.setattr("serve_app.node.settings.MAX_PREFIX_BYTES", 1000)
     return tmp_path
 
 
@@ -38,6 +41,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("serve --config budget.yaml", EXIT_USAGE, "`memory.budget` is -1"),
         ("serve --config no-tls.yaml --port 18127", EXIT_USAGE, "missing.crt and missing.key: No such file"),
         ("serve --config bad-tls.yaml --port 18127", EXIT_USAGE, "no certificate and its key"),
+        ("serve --config no-logs.yaml --port 18127", EXIT_FAILED, "a-file/logs: Not a directory"),
+        ("keys add anna --file a-file/keys.yaml", EXIT_FAILED, "a-file: File exists"),
+        ("node make-head --address 10.0.0.1 --prefix a-file", EXIT_FAILED, "a-file/"),
         ("doctor --port 99999999", EXIT_USAGE, "--port"),
         ("ready mac --address 127.0.0.1:9", EXIT_FAILED, "There is no Ray at 127.0.0.1:9"),
         ("bench --out a-file/results", EXIT_USAGE, "cannot be written to a-file/results"),
