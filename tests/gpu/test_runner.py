@@ -24,7 +24,9 @@ def loaded() -> LoadedModel:
     return load(MAX_MODEL_LEN, num_hidden_layers=4, hidden_size=1024, intermediate_size=2048, num_attention_heads=8)
 
 
-def run(loaded: LoadedModel, works: list[Work], slots: int, *, compiles: bool = True) -> Run:
+def run(
+    loaded: LoadedModel, works: list[Work], slots: int, *, compiles: bool = True, kv_bits: int | None = None
+) -> Run:
     target = gpu_target()
     assert target is not None
     runner = GpuModelRunner(
@@ -35,6 +37,7 @@ def run(loaded: LoadedModel, works: list[Work], slots: int, *, compiles: bool = 
         max_chunk_tokens=256,
         factory=gpu_factory(target),
         tuning=TUNINGS[target],
+        kv_bits=kv_bits,
         compiles=compiles,
     )
     return serve(runner, works, slots=slots, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, max_model_len=MAX_MODEL_LEN)
@@ -45,10 +48,14 @@ def works(count: int, sampling: SamplingParams) -> list[Work]:
     return [Work(tuple(draw.randrange(1000) for _ in range(draw.randint(1, 400))), 24, sampling) for _ in range(count)]
 
 
+@pytest.mark.parametrize("kv_bits", [None, 8, 4])
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
-def test_compiled_steps_give_the_text_of_eager_ones(loaded: LoadedModel, sampling: SamplingParams) -> None:
+def test_compiled_steps_give_the_text_of_eager_ones(
+    loaded: LoadedModel, sampling: SamplingParams, kv_bits: int | None
+) -> None:
     requests = works(9, sampling)
-    assert run(loaded, requests, 4).first_tokens == run(loaded, requests, 4, compiles=False).first_tokens
+    compiled = run(loaded, requests, 4, kv_bits=kv_bits)
+    assert compiled.first_tokens == run(loaded, requests, 4, compiles=False, kv_bits=kv_bits).first_tokens
 
 
 def test_a_thousand_steps_leave_nothing_behind(loaded: LoadedModel) -> None:
