@@ -30,9 +30,15 @@ RUNS_PER_ROUND = 4
 MIN_ERROR_S = 0.025
 # The shortcut for one slot is so much cheaper that its runs may be this much longer.
 PLAIN_FACTOR = 10
-# Runs have their usual length where this share of the fleet is idle.
+# Runs have this length where this share of the fleet is idle.
+USUAL_CALLS = 4000
 USUAL_IDLE = 0.35
 MAX_LONGER = 8.0
+# A run begins with an empty fleet. It lasts for so many times what a call takes alone, so that the first 5%, which are
+# left out, last for three: a thousand machines have answered 4,000 calls before the first of them is full.
+CALL_TIMES_PER_RUN = 60
+# In a large fleet the fewest machines are looked for to a hundredth of them.
+MAX_STEPS_OF_FLEET = 100
 E2E_FACTOR = 3.0
 
 
@@ -144,13 +150,13 @@ def one_by_one(runs: Sequence[Run]) -> list[Simulation]:
 class PlanSettings:
     """``dispatch`` makes the rule by which calls find machines.
 
-    Runs of ``calls_per_run`` calls each, with seeds of their own, are added until the mean wait is known to
-    ``precision`` of itself or ``MIN_ERROR_S`` (one standard error), but no more than ``max_runs``. How many that takes
-    depends on the seed alone and not on the machine that simulates.
+    Runs of ``calls_per_run`` calls each (None: as many as the fleet needs to fill, and more), with seeds of their own,
+    are added until the mean wait is known to ``precision`` of itself or ``MIN_ERROR_S`` (one standard error), but no
+    more than ``max_runs``. How many that takes depends on the seed alone and not on the machine that simulates.
     """
 
     level: FleetLevel
-    calls_per_run: int = 4000
+    calls_per_run: int | None = None
     max_runs: int = 24
     precision: float = 0.025
     seed: str = "7"
@@ -197,19 +203,21 @@ class Planner:
     def smallest(self, slots: int) -> Option:
         """The fewest machines that meet the service level with ``slots`` slots.
 
-        Quick looks find the place, upwards in growing steps and back by halves; a precise one has the last word.
+        Quick looks find the place, upwards in growing steps and back by halves; a precise one has the last word. From
+        two hundred machines on the answer may be a hundredth too large.
         """
         low = max(1, math.floor(self.demand.calls_per_s * self.work_s(slots) / STABLE_BELOW))
         high = low
         while not self.option(high, slots, quick=True).meets_slo and high < MAX_MACHINES:
             low, high = high, high + max(1, high // 8)
-        while high - low > 1:
+        step = max(1, high // MAX_STEPS_OF_FLEET)
+        while high - low > step:
             middle = (low + high) // 2
             meets = self.option(middle, slots, quick=True).meets_slo
             low, high = (low, middle) if meets else (middle, high)
         best = self.option(high, slots)
         while not best.meets_slo and high < MAX_MACHINES:
-            high += 1
+            high += step
             best = self.option(high, slots)
         return best
 
@@ -233,12 +241,17 @@ class Planner:
         spec = self.kind.spec(slots, self.cost.longest_tokens, prefix_cache=shares)
         calls_per_session = self.cost.calls_per_session
         is_plain = slots == 1 and self.settings.dispatch is CentralLine and applies_to(self.demand.workload)
-        longer = PLAIN_FACTOR if is_plain else self._longer(macs, slots)
-        num_calls = round(self.settings.calls_per_run * longer)
+        num_calls = self._num_calls(PLAIN_FACTOR if is_plain else self._longer(macs, slots))
         num_sessions = max(1, math.ceil(num_calls / calls_per_session))
         seed = f"{self.settings.seed}/{number}"
         load = Load(self.demand.workload, self.demand.calls_per_s / calls_per_session, num_sessions, seed)
         return Run((spec,) * macs, load, self.settings.dispatch, steps_at_once(spec), is_plain)
+
+    def _num_calls(self, longer: float) -> int:
+        if self.settings.calls_per_run is not None:
+            return round(self.settings.calls_per_run * longer)
+        filling = CALL_TIMES_PER_RUN * self.demand.calls_per_s * self.cost.alone_s
+        return round(max(USUAL_CALLS * longer, filling))
 
     def _longer(self, macs: int, slots: int) -> float:
         """How much longer than usual a run must be: a busy fleet forgets that it began empty in proportion to

@@ -41,7 +41,7 @@ def plan(
     spare: Annotated[int, typer.Option(min=0, help="Machines to buy besides the working ones.")] = 1,
     slo: options.Slo = options.DEFAULT_SLO,
     routing: Annotated[str, typer.Option(help="central: one line. router: ours. pinned: no moves.")] = "central",
-    calls: Annotated[int, typer.Option(min=200, max=5_000_000, help="Calls in one simulated run.")] = 4000,
+    calls: Annotated[int | None, typer.Option(min=200, max=5_000_000, help="Calls in a run; else chosen.")] = None,
     seed: Annotated[str, typer.Option(help="The same seed gives the same answer.")] = "7",
     what_if: Annotated[bool, typer.Option("--what-if", help="Also: prompts double, calls double, one fails.")] = False,
     chart: Annotated[Path | None, typer.Option(help="Draw the options into this PNG or SVG.")] = None,

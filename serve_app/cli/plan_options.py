@@ -127,7 +127,7 @@ def level_of(slo: str) -> FleetLevel:
     return FleetLevel(**{_SLO_FIELDS[name]: value for name, value in _pairs(slo, "--slo", tuple(_SLO_FIELDS)).items()})
 
 
-def settings_of(slo: str, routing: str, calls_per_run: int, seed: str) -> PlanSettings:
+def settings_of(slo: str, routing: str, calls_per_run: int | None, seed: str) -> PlanSettings:
     """How to judge, route and simulate; runs go side by side on all cores. Raises ConfigError."""
     dispatch = dispatch_of(routing)
     return PlanSettings(level_of(slo), calls_per_run=calls_per_run, seed=seed, dispatch=dispatch, run_all=side_by_side)

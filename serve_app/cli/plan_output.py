@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from serve_app.capacity.planner import MIN_ERROR_S, Option, Planner
+from serve_app.capacity.planner import MIN_ERROR_S, USUAL_CALLS, Option, Planner
 from serve_app.latency import Summary
 
 # Slots, and for each change its name and how the fleet then fares.
@@ -97,12 +97,19 @@ def assumptions(planner: Planner, routing: str, spare: int) -> list[str]:
         f"Bounds: {', '.join(bounds)} (wait is from arrival until the prompt is begun). "
         "A bound on end-to-end time always applies, because slots can hide waiting inside slow answers.",
         _ROUTING_WORDS[routing],
-        f"Every option is simulated through the engine's own scheduler, {planner.settings.calls_per_run} calls a run "
+        f"Every option is simulated through the engine's own scheduler, {_num_calls_words(planner)} "
         f"(seed {planner.settings.seed}, the first 5% of each left out) until the mean wait is known to "
         f"{planner.settings.precision:.1%} or {MIN_ERROR_S:g} s, one standard error.",
         "Answers are reserved whole in KV memory, so nothing is preempted.",
         f"{spare} spare machine{'s' if spare != 1 else ''} on top of the working ones.",
     ]
+
+
+def _num_calls_words(planner: Planner) -> str:
+    asked = planner.settings.calls_per_run
+    if asked is None:
+        return f"at least {USUAL_CALLS:,} calls a run and as many as the fleet needs to fill"
+    return f"at least {asked:,} calls a run"
 
 
 _ROUTING_WORDS = {

@@ -53,6 +53,14 @@ def test_the_smallest_fleet_meets_the_level_and_one_less_does_not() -> None:
     assert not found.option(best.macs - 1, 1).meets_slo
 
 
+def test_a_large_fleet_is_judged_when_it_has_filled() -> None:
+    # Slots that gain nothing: whatever is decoded together, 150 machines have 90 machines' worth of work.
+    kind = MachineKind("by hand", RateTimes(3000.0, 100.0, (1.0, 1.0)), decode_share=1 / 3)
+    settings = PlanSettings(OFFICE_LEVEL, max_runs=1)
+    fleet = planner(150 * 0.6 * 3600 / 9.0, long_share=0.0, kind=kind, settings=settings)
+    assert fleet.option(150, 2).utilisation == pytest.approx(0.6, rel=0.05)
+
+
 def test_a_large_office_is_searched_in_growing_steps() -> None:
     best = planner(15_000, long_share=0.0).smallest(1)
     assert best.meets_slo
@@ -147,8 +155,8 @@ def _one_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep the command in this process and short."""
     monkeypatch.setattr("serve_app.cli.plan_options.side_by_side", one_by_one)
 
-    def short(level: FleetLevel, calls_per_run: int, **settings: object) -> PlanSettings:
-        return PlanSettings(level, calls_per_run=calls_per_run // 5, max_runs=1, **settings)  # type: ignore[arg-type]
+    def short(level: FleetLevel, calls_per_run: int | None, **settings: object) -> PlanSettings:
+        return PlanSettings(level, calls_per_run=(calls_per_run or 4000) // 5, max_runs=1, **settings)  # type: ignore[arg-type]
 
     monkeypatch.setattr("serve_app.cli.plan_options.PlanSettings", short)
 
