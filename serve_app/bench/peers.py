@@ -79,14 +79,15 @@ def preload_environment() -> dict[str, str]:
 
 
 def our_server(model: str, num_slots: int) -> ServerCommand:
-    """`metalslots serve` on a free port."""
+    """`metalslots serve` on a free port, without guesses: answers that may not end repeat themselves, and repeated text
+    is guessed better than people's."""
     port = free_port()
     program = str(Path(sys.executable).parent / "metalslots")
-    arguments = (program, "serve", "--model", model, "--slots", str(num_slots), "--port", str(port))
+    options = ("--model", model, "--slots", str(num_slots), "--speculation", "off", "--port", str(port))
     # Ctrl-C is how a person stops it, and the way that ends Ray in order.
     return ServerCommand(
         OURS,
-        arguments,
+        (program, "serve", *options),
         port,
         "/health",
         start_timeout_s=OUR_START_TIMEOUT_S,

@@ -79,11 +79,13 @@ class Prober:
     """Sends the small loads. ``send`` is told the requests and how many clients share them."""
 
     def __init__(self, target: Target, plan: ProfilePlan, count_tokens: TokenCounter | None, send: Send) -> None:
-        self._target = target
         self._plan = plan
         self._count_tokens = count_tokens
         self._send = send
         self._number = 0
+        # Greedy answers that may not end repeat themselves, and what is repeated is guessed ahead, as people's text is
+        # not.
+        self._extra = {**target.extra, "temperature": 1.0}
 
     async def prompt(self, num_tokens: int) -> PromptPoint:
         """Read a prompt alone and answer with one token."""
@@ -108,7 +110,7 @@ class Prober:
         plan = PlannedSession(self._number, "profile", None, 0, (call,))
         # A seed of its own for every request: no cache has seen it.
         written = PromptWriter(f"profile/{self._number}", self._count_tokens).write(_WORKLOAD, plan)
-        return EncodedSession(self._number, "profile", ((call, encode_body(written.calls[0], self._target.extra)),))
+        return EncodedSession(self._number, "profile", ((call, encode_body(written.calls[0], self._extra)),))
 
 
 _WORKLOAD = Workload.model_validate(

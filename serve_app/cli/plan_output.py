@@ -100,7 +100,7 @@ def assumptions(planner: Planner, routing: str, spare: int) -> list[str]:
         f"Every option is simulated through the engine's own scheduler, {_num_calls_words(planner)} "
         f"(seed {planner.settings.seed}, the first 5% of each left out) until the mean wait is known to "
         f"{planner.settings.precision:.1%} or {MIN_ERROR_S:g} s, one standard error.",
-        "Answers are reserved whole in KV memory, so nothing is preempted.",
+        "Answers are reserved whole in KV memory, so nothing is preempted; no token is guessed ahead.",
         f"{spare} spare machine{'s' if spare != 1 else ''} on top of the working ones.",
     ]
 

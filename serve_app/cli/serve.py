@@ -35,6 +35,7 @@ def serve(
     config: Annotated[Path | None, typer.Option(help="An app file (configs/apps/*.yaml).")] = None,
     model: Annotated[str | None, typer.Option(help="demo, a folder, a .gguf file, or a Hugging Face id.")] = None,
     slots: Annotated[str | None, typer.Option(help="Conversations decoded together: a number, or auto.")] = None,
+    speculation: Annotated[str | None, typer.Option(help="auto, or off: tokens are never guessed ahead.")] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on.", min=1, max=65535)] = None,
 ) -> None:
@@ -42,7 +43,7 @@ def serve(
 
     Starts a Ray of its own and never joins one that is already running.
     """
-    settings = app_settings(ServeOptions(config, model, slots, host, port))
+    settings = app_settings(ServeOptions(config, model, slots, speculation, host, port))
     sources = [resolve_model(engine.model, engine.adapter) for engine in settings.engines]
     check_port(settings.host, settings.port)
     check_https(settings.https)

@@ -25,13 +25,14 @@ class ServeOptions:
     config: Path | None = None
     model: str | None = None
     slots: str | None = None
+    speculation: str | None = None
     host: str | None = None
     port: int | None = None
 
 
 def app_settings(options: ServeOptions) -> AppConfig:
     """Merge file and options. Raises ConfigError."""
-    engine_options = _given(model=options.model, slots=options.slots)
+    engine_options = _given(model=options.model, slots=options.slots, speculation=options.speculation)
     app_options = _given(host=options.host, port=options.port)
     if options.config is None:
         engine = {"slots": DEFAULT_SLOTS, **engine_options}
@@ -43,7 +44,7 @@ def app_settings(options: ServeOptions) -> AppConfig:
     if engine_options and len(values["models"]) > 1:
         names = ", ".join(model.name for model in settings.models)
         raise ConfigError(
-            f"--model and --slots mean one model, and {options.config} has several ({names}).",
+            f"--model, --slots and --speculation mean one model, and {options.config} has several ({names}).",
             "change the file, or leave the options out",
         )
     return load_app_config(values, options.config.parent)

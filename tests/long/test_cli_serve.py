@@ -36,9 +36,10 @@ def test_without_a_file_the_demo_model_is_served_in_four_slots() -> None:
 def test_options_override_the_file(tmp_path: Path) -> None:
     file = tmp_path / "app.yaml"
     file.write_text("port: 9000\nmodels:\n  - name: office\n    engine: {model: demo, slots: 2, block_size: 32}\n")
-    settings = app_settings(ServeOptions(config=file, slots="auto", port=9001))
+    settings = app_settings(ServeOptions(config=file, slots="auto", speculation="off", port=9001))
     (model,) = settings.models
     assert (model.name, model.engine.slots, model.engine.block_size, settings.port) == ("office", "auto", 32, 9001)
+    assert model.engine.speculation == "off"
 
 
 def test_another_model_on_the_command_line_drops_the_names_of_the_one_in_the_file(tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
 """``python -m tests.perf.plan_on_a_fleet [--rates 0.3,0.6,0.9] [--sessions 64]``: the planner's prediction, measured.
 
 Two Ray nodes on this machine, each with one replica of the demo model: profiles one of them, puts open loops on both,
-and sets what `metalslots plan check` predicts for the same sessions beside what was measured. Needs a quiet machine:
-the two replicas, the proxy and the bench share its cores.
+and sets what `metalslots plan check` predicts for the same sessions beside what was measured. Guesses are off: the plan
+knows none, and a small model that may not end repeats itself. Needs a quiet machine: the two replicas, the proxy and
+the bench share its cores.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ OUT = Path("bench-results/plan-on-a-fleet").absolute()
 
 def deploy(fleet: Fleet, num_replicas: int) -> None:
     """Deploy the demo model on so many nodes and wait until all of them answer."""
-    model = {"name": "demo", "replicas": num_replicas, "engine": {"model": "demo", "slots": SLOTS}}
+    engine = {"model": "demo", "slots": SLOTS, "speculation": "off"}
+    model = {"name": "demo", "replicas": num_replicas, "engine": engine}
     fleet.deploy(REPLICA, models=[model])
     eventually(lambda: len(fleet.replicas()) == num_replicas)
 
