@@ -108,7 +108,8 @@ class SampledToken:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """Result of a step: a token for every row with ``samples`` (or a failure), and how long the step took.
+    """Result of a step: a token for every row with ``samples`` (or a failure), and how long the step took. Where steps
+    overlap, that is the time since the one before it ended: the scheduler learns from it how large a chunk may be.
 
     ``failures`` concern single rows; the other rows' results are right. ``further_tokens`` of a row with guesses: one
     more token for each guess that came true before the first that did not.

@@ -12,7 +12,8 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import mlx.core as mx
 
@@ -42,18 +43,22 @@ class _PendingStep:
     """A step on its way."""
 
     def __init__(
-        self, batch: StepBatch, samples: GpuSamples | None, waits_for: list[mx.array], clock: StepClock
+        self,
+        batch: StepBatch,
+        samples: GpuSamples | None,
+        waits_for: list[mx.array],
+        elapsed_s: Callable[[], float],
     ) -> None:
-        self._step_index, self._samples, self._waits_for, self._clock = batch.step_index, samples, waits_for, clock
+        self._step_index, self._samples, self._waits_for = batch.step_index, samples, waits_for
+        self._elapsed_s = elapsed_s
         self._drafting = tuple(row for row in batch.rows if row.draft_token_ids)
-        self._launched_s = time.perf_counter()
 
     def result(self) -> StepOutput:
         """Wait for the step. Raises what its computation raised."""
         mx.eval(self._waits_for)
         read = self._samples.read() if self._samples is not None else ({}, {})
         tokens, failures, further = verify(self._drafting, *read)
-        return StepOutput(self._step_index, tokens, self._clock.elapsed_s(self._launched_s), failures, further)
+        return StepOutput(self._step_index, tokens, self._elapsed_s(), failures, further)
 
 
 class GpuModelRunner:
@@ -127,7 +132,7 @@ class GpuModelRunner:
 
     def launch(self, batch: StepBatch) -> _PendingStep:
         """Build the step and start it."""
-        model = self._checked()
+        model, began_s = self._checked(), self._clock.begin_s()
         self._guides.prepare(batch.rows)
         if batch.block_copies:
             model.copy_blocks(batch.block_copies)
@@ -139,7 +144,7 @@ class GpuModelRunner:
             model.logits(host, self._sampler.last_tokens)  # for the pools' sake; the head is never computed
         waits_for = [*model.versions, *self._sampler.state(), *(samples.arrays() if samples is not None else ())]
         mx.async_eval(waits_for)  # type: ignore[no-untyped-call]
-        return _PendingStep(batch, samples, waits_for, self._clock)
+        return _PendingStep(batch, samples, waits_for, partial(self._clock.elapsed_s, began_s))
 
     def warm_up(self) -> None:
         """Run every size of step, so that nothing is compiled or searched for while people wait."""

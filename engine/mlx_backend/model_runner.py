@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal
 
 import mlx.core as mx
@@ -39,26 +39,45 @@ class _PendingStep:
     """A step whose values are on their way. Holds no pool array: that would make the next step copy the pool."""
 
     def __init__(
-        self, batch: StepBatch, samples: Samples | None, done: mx.array, clock: StepClock, tainted_blocks: set[BlockKey]
+        self,
+        batch: StepBatch,
+        samples: Samples | None,
+        done: mx.array,
+        tainted_blocks: set[BlockKey],
+        elapsed_s: Callable[[], float],
     ) -> None:
         self._step_index = batch.step_index
         self._drafting = tuple(row for row in batch.rows if row.draft_token_ids)
         self._samples = samples
         self._done = done
-        self._clock = clock
         self._tainted_blocks = tainted_blocks
-        self._launched_s = time.perf_counter()
+        self._elapsed_s = elapsed_s
+        self._taken_s: float | None = None
+        self._error: Exception | None = None
+
+    def end(self) -> None:
+        """Wait for the computation and note the time that it took. What it raises is for ``result``."""
+        if self._taken_s is not None:
+            return
+        try:
+            mx.eval(self._done)
+        except Exception as error:
+            self._error = error
+        self._taken_s = self._elapsed_s()
 
     def result(self) -> StepOutput:
         """Wait for the step. Raises what its computation raised."""
-        mx.eval(self._done)
+        self.end()
+        if self._error is not None:
+            raise self._error
+        assert self._taken_s is not None
         read = self._samples.read() if self._samples is not None else ({}, {})
         tokens, failures, further = verify(self._drafting, *read)
         if self._samples is not None and failures:
             self._tainted_blocks.update(
                 key for row in self._samples.rows if row.request_id in failures for key in _blocks_of(row)
             )
-        return StepOutput(self._step_index, tokens, self._clock.elapsed_s(self._launched_s), failures, further)
+        return StepOutput(self._step_index, tokens, self._taken_s, failures, further)
 
 
 class MlxModelRunner:
@@ -108,6 +127,7 @@ class MlxModelRunner:
         # A step that was built while a packed pool was being read has been seen to copy one of its arrays.
         self._overlaps = loaded.backend == "cpu" and loaded.form is not StepForm.SINGLE and kv_bits is None
         self._chunk_in_flight = False
+        self._newest: _PendingStep | None = None
 
     @property
     def facts(self) -> ModelFacts:
@@ -129,7 +149,7 @@ class MlxModelRunner:
 
     def launch(self, batch: StepBatch) -> _PendingStep:
         """Build the step and start it."""
-        model = self._checked()
+        model, began_s = self._checked(), self._clock.begin_s()
         self._guides.prepare(batch.rows)
         if batch.block_copies:
             model.copy_blocks(batch.block_copies)
@@ -139,9 +159,15 @@ class MlxModelRunner:
         samples = self._sample(logits, hidden, step.sampling_rows) if step.sampling_rows else None
         done = samples.tokens if samples is not None else model.marker()
         produced = samples.arrays() if samples is not None else [done]
+        # On the CPU the call below returns when most of this step is computed: only now can be seen when the one before
+        # it ended. This one's graph is built by now, so nothing is lost.
+        if self._newest is not None and self._overlaps:
+            self._newest.end()
         mx.async_eval([*model.state(), *self._sampler.state(), self._last_tokens, *produced])  # type: ignore[no-untyped-call]
         self._chunk_in_flight = any(row.num_tokens > 1 for row in batch.rows)
-        return _PendingStep(batch, samples, done, self._clock, self._tainted_blocks)
+        elapsed_s = partial(self._clock.elapsed_s, began_s)
+        self._newest = _PendingStep(batch, samples, done, self._tainted_blocks, elapsed_s)
+        return self._newest
 
     def _sample(self, logits: mx.array, hidden: mx.array | None, rows: tuple[BatchRow, ...]) -> Samples:
         slots = mx.array(np.array([row.slot for row in rows], dtype=np.int32))
@@ -158,7 +184,7 @@ class MlxModelRunner:
         if self._model is not None:
             self._checked().close()
             self._guides.close()
-            self._model = None
+            self._model = self._newest = None
             mx.clear_cache()
 
     def _clear_tainted_blocks(self, model: StepModel, batch: StepBatch) -> None:

@@ -23,9 +23,6 @@ class LaunchedStep:
     """``requests`` are the rows' requests in order. ``num_draft_tokens`` come on top of ``load``; ``scheduled_s`` is
     when the step was chosen. ``block_ids`` and ``window_block_ids`` return to their pools after the step. ``saved``:
     the recurrent states that it saves, by the arrival of their request.
-
-    ``predecessor_landed_s`` is set when the step before it landed while this one was in flight: only the time after
-    that can be its own, at most ``most_s``. A runner that counts from the launch counts its predecessor's end, too.
     """
 
     batch: StepBatch
@@ -37,8 +34,6 @@ class LaunchedStep:
     window_block_ids: list[list[int]] = field(default_factory=list)
     released_ids: list[str] = field(default_factory=list)
     saved: dict[int, list[SavedState]] = field(default_factory=dict)
-    predecessor_landed_s: float | None = None
-    most_s: float = float("inf")
 
 
 class InFlightSteps:
@@ -66,16 +61,11 @@ class InFlightSteps:
         for request in step.requests:
             request.num_rows_in_flight += 1
 
-    def land(self, step_index: int, now_s: float) -> LaunchedStep:
+    def land(self, step_index: int) -> LaunchedStep:
         """A step's result, or failure, came in. Steps land in the order of their launch."""
         assert self._steps, f"step {step_index} was not launched"
         assert step_index == next(iter(self._steps)), f"step {step_index} lands before an older one"
         step = self._steps.pop(step_index)
-        following = next(iter(self._steps.values()), None)
-        if following is not None:
-            following.predecessor_landed_s = now_s
-        if step.predecessor_landed_s is not None:
-            step.most_s = now_s - step.predecessor_landed_s
         for request in step.requests:
             request.num_rows_in_flight -= 1
         return step

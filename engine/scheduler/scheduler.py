@@ -156,8 +156,8 @@ class Scheduler:
 
     def update(self, batch: StepBatch, output: StepOutput, now_s: float) -> list[TokenOutput]:
         """Take a step's result in. Results for requests that left meanwhile are dropped."""
-        step = self._land(batch, now_s)
-        self._observe(step, min(output.elapsed_s, step.most_s), now_s)
+        step = self._land(batch)
+        self._observe(step, output.elapsed_s, now_s)
         outputs: list[TokenOutput] = []
         for row, request in zip(batch.rows, step.requests, strict=True):
             saved = step.saved.get(request.arrival, ())
@@ -181,7 +181,7 @@ class Scheduler:
 
     def fail_batch(self, batch: StepBatch, error: EngineError, now_s: float) -> list[TokenOutput]:
         """A step raised: its requests end with ``error``, the others go on."""
-        step = self._land(batch, now_s)
+        step = self._land(batch)
         for saved in step.saved.values():
             self._settle_states(saved, still_runs=False)
         return [self._fail(r, error, now_s) for r in step.requests if r.place is not Place.GONE]
@@ -249,8 +249,8 @@ class Scheduler:
     def _predicted_wait_s(self) -> float | None:
         return predicted_wait_s(self._config, self._residency, self._waiting, self._cost, self._counters)
 
-    def _land(self, batch: StepBatch, now_s: float) -> LaunchedStep:
-        step = self._flight.land(batch.step_index, now_s)
+    def _land(self, batch: StepBatch) -> LaunchedStep:
+        step = self._flight.land(batch.step_index)
         for row, request in zip(batch.rows, step.requests, strict=True):
             if row.samples:
                 request.num_pending_tokens -= 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,11 +14,13 @@ from serve_app.bench.prompts import TokenCounter
 from serve_app.bench.session import measure, token_counter
 from serve_app.bench.target import EosBan, Target
 from serve_app.capacity.check import Comparison, compare, predict
+from serve_app.capacity.dispatch import Dispatch
 from serve_app.capacity.profile import MachineProfile, read_profile
 from serve_app.capacity.simulator import Load
 from serve_app.cli import bench_options as option
 from serve_app.cli.bench_output import DEFAULT_FOLDER, results_folder, write_results
 from serve_app.cli.console import endpoint_of, out, print_json, progress, reports_errors
+from serve_app.cli.plan_options import dispatch_of
 from serve_app.cli.trust import Authority, office_trust
 
 Checked = tuple[str, tuple[Comparison, ...]]
@@ -30,6 +32,7 @@ def check(
     profile: Annotated[Path, typer.Option(help="The machine's profile (`metalslots bench profile`).")],
     macs: Annotated[int, typer.Option(min=1, help="Replicas behind the endpoint.")] = 1,
     slots: Annotated[int, typer.Option(min=1, help="Slots of each.")] = 4,
+    routing: Annotated[str, typer.Option(help="How calls found them. router: ours. central: one line.")] = "router",
     url: Annotated[str | None, typer.Option(help="Send the recorded load again, to this endpoint.")] = None,
     tokenizer: option.Tokenizer = None,
     out_folder: option.OutFolder = DEFAULT_FOLDER,
@@ -39,6 +42,7 @@ def check(
     as_json: option.AsJson = False,
 ) -> None:
     """Set the planner's prediction beside a measurement of the same sessions at the same moments."""
+    dispatch = dispatch_of(routing)
     document = read_document(recorded)
     if url is not None:
         folder, replayed = results_folder(out_folder), document.target
@@ -54,7 +58,7 @@ def check(
         )
         document = _replayed(document, target, count_tokens, allow_remote)
         write_results([document], folder, title="Replay", plots=False)
-    checked = list(_check(document, read_profile(profile), macs, slots))
+    checked = list(_check(document, read_profile(profile), macs, slots, dispatch))
     if not checked:
         raise BenchError("The run has no level in an open loop.", "record one with `metalslots bench --rate`")
     if as_json:
@@ -73,7 +77,9 @@ def _replayed(
     return measured
 
 
-def _check(document: RunDocument, profile: MachineProfile, macs: int, slots: int) -> Iterator[Checked]:
+def _check(
+    document: RunDocument, profile: MachineProfile, macs: int, slots: int, dispatch: Callable[[], Dispatch]
+) -> Iterator[Checked]:
     for run in document.runs:
         rate_per_s = run.level.rate_per_s
         measured = [call.timing for call in run.result.calls if call.timing is not None]
@@ -81,7 +87,7 @@ def _check(document: RunDocument, profile: MachineProfile, macs: int, slots: int
             continue
         load = Load(document.plan.workload, rate_per_s, document.plan.sessions_of(run.level), run.seed, 0.0)
         title = str(run.level) + (f", run {run.repeat + 1}" if document.plan.num_repeats > 1 else "")
-        yield title, compare(measured, predict(load, profile, macs, slots))
+        yield title, compare(measured, predict(load, profile, macs, slots, dispatch()))
 
 
 def _values(level: str, rows: tuple[Comparison, ...]) -> dict[str, Any]:

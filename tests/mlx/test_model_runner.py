@@ -14,6 +14,7 @@ from engine.mlx_backend.activations import measure_activation_bytes
 from engine.mlx_backend.loaded_model import LoadedModel
 from engine.mlx_backend.mlx_lm_parts import make_prompt_cache
 from engine.mlx_backend.model_runner import KvDtype, MlxModelRunner
+from engine.mlx_backend.step_clock import StepClock
 from engine.request import SamplingParams
 from tests.mlx.driver import Driver, Sequence
 from tests.mlx.tiny_models import build, tiny_model
@@ -196,6 +197,39 @@ def test_decode_steps_overlap_and_chunks_do_not() -> None:
     assert runner.max_steps_in_flight == 1
     driver.step([(sequence, 1)])
     assert runner.max_steps_in_flight == 2
+
+
+def test_a_step_takes_the_time_that_its_launch_took_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = [0.0]
+
+    def launching(*arrays: object) -> None:
+        # On the CPU nearly all of a long step is computed in here.
+        seconds[0] += 5.0
+
+    runner = make_runner(tiny_model())
+    runner._clock = StepClock(lambda: seconds[0])
+    monkeypatch.setattr(mx, "async_eval", launching)
+    driver = Driver(runner, NUM_BLOCKS, BLOCK_SIZE)
+    assert driver.step([(Sequence("a", list(range(20))), 20)]).elapsed_s == 5.0
+
+
+def test_the_step_before_takes_none_of_the_time_of_a_chunk_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = [0.0]
+    runner = make_runner(tiny_model())
+    driver = Driver(runner, NUM_BLOCKS, BLOCK_SIZE)
+    running, newcomer = Sequence("a", list(range(20))), Sequence("b", list(range(40)))
+    driver.step([(running, 20)])
+    runner._clock = StepClock(lambda: seconds[0])
+    decoding = driver.launch([(running, 1)])
+    seconds[0] = 1.0
+
+    def launching(*arrays: object) -> None:
+        seconds[0] += 5.0
+
+    monkeypatch.setattr(mx, "async_eval", launching)
+    reading = driver.launch([(newcomer, 40)])
+    assert driver.read(decoding, [running]).elapsed_s == 1.0
+    assert driver.read(reading, [newcomer]).elapsed_s == 5.0
 
 
 @pytest.mark.parametrize("overlapped", [False, True])

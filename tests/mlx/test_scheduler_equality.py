@@ -43,7 +43,8 @@ class Engine:
             loaded, num_blocks=num_blocks, block_size=BLOCK_SIZE, slots=slots, max_chunk_tokens=max_chunk_tokens
         )
         config["max_steps_in_flight"] = runner.max_steps_in_flight
-        settings = SchedulerConfig(slots, num_blocks, BLOCK_SIZE, 2048, **config)  # type: ignore[arg-type]
+        # No chunk is cut for its time: what is preempted when would depend on the machine's speed.
+        settings = SchedulerConfig(slots, num_blocks, BLOCK_SIZE, 2048, target_stall_s=1e3, **config)  # type: ignore[arg-type]
         ticks = count()
         self.scheduler = Scheduler(settings)
         self._core = EngineCore(self.scheduler, runner, lambda: float(next(ticks)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.batch import SampledToken, StepBatch, StepOutput
+from engine.batch import StepBatch, StepOutput
 from engine.errors import (
     ContextLengthError,
     DeadlineExceededError,
@@ -371,23 +371,3 @@ def test_the_numbers_add_up() -> None:
     assert (stats.num_prompt_tokens, stats.num_output_tokens) == (32, 16)
     assert stats.num_steps == len(harness.runner.batches)
     assert sorted(harness.runner.released) == sorted(request.request_id for request in requests[:4])
-
-
-@pytest.mark.parametrize("overlaps", [False, True])
-def test_a_step_that_waited_for_the_one_before_is_not_taken_for_a_long_one(overlaps: bool) -> None:
-    """Steps of 0.1 s, two in flight: a runner that counts from the launch says 0.2 s."""
-    harness = make_harness(make_config(slots=1, max_steps_in_flight=2))
-    harness.add(make_request(1, max_tokens=20), make_request(1, max_tokens=20))
-    scheduler, now_s, flying = harness.scheduler, 0.0, []
-    for _ in range(30):
-        batch = scheduler.schedule(now_s)
-        if batch is not None:
-            flying.append((batch, now_s))
-        if len(flying) == 2 or batch is None or not overlaps:
-            landing, launched_s = flying.pop(0)
-            now_s += 0.1
-            tokens = {row.request_id: SampledToken(1) for row in landing.rows if row.samples}
-            scheduler.update(landing, StepOutput(landing.step_index, tokens, now_s - launched_s), now_s)
-    # The second of two answers is being written; a third question would wait for its 20 tokens.
-    predicted_s = scheduler.stats(now_s).predicted_wait_s
-    assert predicted_s == pytest.approx(2.0, rel=0.1)
