@@ -93,7 +93,8 @@ def test_loading_the_demo_finds_what_its_file_promised() -> None:
     source = resolve_model("demo")
     expected = expect_model(config, source, "cpu")
     loaded = load_model(source, backend="cpu", max_model_len=1024, parity="off")
-    measured = measure_model_bytes(loaded, loaded.compute_dtype, 512, system_reader().read().footprint_bytes)
+    footprint_bytes = system_reader().read().footprint_bytes
+    measured = measure_model_bytes(loaded, loaded.compute_dtype, 512, footprint_bytes)
     assert expected is not None
     assert deviations(expected, measured) == []
     assert measured.weights_bytes == expected.weights_bytes
@@ -101,7 +102,8 @@ def test_loading_the_demo_finds_what_its_file_promised() -> None:
     assert measured.activation_bytes == pytest.approx(expected.activation_bytes, rel=0.5)
     # A fourth of the difference of two peaks, which hang on what earlier work left in the allocator.
     assert 0 <= measured.activation_bytes_per_slot <= 2 * expected.activation_bytes_per_slot
-    assert 0 < measured.runtime_bytes < 2 * GIB
+    # How much else this process holds hangs on the tests before; a process of its own is test_memory_footprint.py's.
+    assert 0 < measured.runtime_bytes < footprint_bytes
 
 
 def test_limits_are_put_back() -> None:
