@@ -307,3 +307,16 @@ def test_unit_tests_need_neither_mlx_nor_ray() -> None:
         if inside(name, (*MLX_PACKAGES, "ray"))
     }
     require_none(offenders, "move it to tests/mlx or tests/serve")
+
+
+def test_only_the_tier_that_starts_ray_loads_it() -> None:
+    # Ray reads its environment when it is first imported, and tests/serve/conftest.py sets it: all tests are collected
+    # in one process, those of other tiers first.
+    offenders = {
+        f"{module} loads {name}"
+        for module in modules()
+        if inside(module, ("tests.api", "tests.mlx", "tests.gpu"))
+        for name in loaded_by(module)
+        if inside(name, ("ray",))
+    }
+    require_none(offenders, "move it to tests/serve")
