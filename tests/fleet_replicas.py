@@ -17,6 +17,7 @@ from engine.text.tokenizer import Tokenizer
 from serve_app.replica.deployment import MetalReplica
 from serve_app.replica.startup_board import BoardWriter
 from tests.core_fakes import FACTS, ChainRunner
+from tests.fleet_nodes import Fleet
 from tests.serve_fakes import chat_tokenizer
 
 STEP_S = 0.004
@@ -24,6 +25,7 @@ TOKEN_S = 0.0004
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 4096
 NUM_BLOCKS = 2048
+NUM_MACS = 3
 
 
 class CostlyRunner(ChainRunner):
@@ -77,3 +79,11 @@ class FleetReplica(MetalReplica):
             max_steps_in_flight=runner.max_steps_in_flight,
         )
         return EngineCore(Scheduler(config), runner, time.monotonic, slots_asked="4")
+
+
+def deploy(fleet: Fleet, router: str, *, model: str = "demo", num_ingresses: int = NUM_MACS) -> None:
+    """Deploy them on ``NUM_MACS`` nodes behind ``router``, and wait until the app answers."""
+    engine = {"model": model, "slots": 4, "block_size": BLOCK_SIZE}
+    models = [{"name": "chain", "replicas": NUM_MACS, "engine": engine}]
+    replica = {"shutdown_grace_s": 1.0, "router": router}
+    fleet.deploy(f"{__name__}:FleetReplica", models=models, replica=replica, ingress={"replicas": num_ingresses})

@@ -5,7 +5,7 @@ Owns: reading layer geometries from a loaded model. Must not know: kernels beyon
 
 from __future__ import annotations
 
-from engine.mlx_backend.kernels.tiling import KV_GROUP, Geometry, Tuning, attends_chunks
+from engine.mlx_backend.kernels.tiling import Geometry, Tuning, attends_chunks
 from engine.mlx_backend.loaded_model import LoadedModel
 
 
@@ -25,11 +25,6 @@ def layer_geometries(loaded: LoadedModel, block_size: int) -> list[Geometry]:
         for layer in loaded.layers
     ]
     return list(dict.fromkeys(geometries))
-
-
-def packs(loaded: LoadedModel) -> bool:
-    """Whether ``loaded`` can have pools of few bits: each head is whole groups."""
-    return all(size % KV_GROUP == 0 for layer in loaded.layers for size in (layer.k_head_dim, layer.v_head_dim))
 
 
 def pages_chunks(loaded: LoadedModel, block_size: int, tuning: Tuning) -> bool:

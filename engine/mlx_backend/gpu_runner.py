@@ -13,7 +13,6 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import mlx.core as mx
 
@@ -132,7 +131,7 @@ class GpuModelRunner:
 
     def launch(self, batch: StepBatch) -> _PendingStep:
         """Build the step and start it."""
-        model, began_s = self._checked(), self._clock.begin_s()
+        model, elapsed_s = self._checked(), self._clock.begin()
         self._guides.prepare(batch.rows)
         if batch.block_copies:
             model.copy_blocks(batch.block_copies)
@@ -144,7 +143,7 @@ class GpuModelRunner:
             model.logits(host, self._sampler.last_tokens)  # for the pools' sake; the head is never computed
         waits_for = [*model.versions, *self._sampler.state(), *(samples.arrays() if samples is not None else ())]
         mx.async_eval(waits_for)  # type: ignore[no-untyped-call]
-        return _PendingStep(batch, samples, waits_for, partial(self._clock.elapsed_s, began_s))
+        return _PendingStep(batch, samples, waits_for, elapsed_s)
 
     def warm_up(self) -> None:
         """Run every size of step, so that nothing is compiled or searched for while people wait."""

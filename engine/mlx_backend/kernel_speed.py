@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import mlx.core as mx
 import numpy as np
 
-from engine.mlx_backend.geometries import layer_geometries, packs
+from engine.mlx_backend.geometries import layer_geometries
 from engine.mlx_backend.kernels.launch import KernelFactory
 from engine.mlx_backend.kernels.paged_attention import PagedKernels
 from engine.mlx_backend.kernels.sampling import SampleKernel
@@ -20,6 +20,7 @@ from engine.mlx_backend.kernels.tiling import Geometry, Tuning
 from engine.mlx_backend.loaded_model import LoadedModel
 from engine.mlx_backend.paged_cache import LayerShape
 from engine.mlx_backend.pools import make_pools
+from engine.mlx_backend.quantised_pool import possible_kv_bits
 
 _ROWS, _CONTEXT_TOKENS, _CHUNK_TOKENS, _BLOCK_SIZE_TOKENS = 8, 1024, 512, 16
 _REPEATS = 7
@@ -29,7 +30,7 @@ _CALLS = 10  # queued together, so that the launch of one hides behind another
 def compare_speeds(loaded: LoadedModel, factory: KernelFactory, tuning: Tuning) -> Iterator[tuple[str, float, float]]:
     """Name, seconds by the kernel and seconds in plain MLX, for the model's first kind of layer."""
     geometry = layer_geometries(loaded, _BLOCK_SIZE_TOKENS)[0]
-    for kv_bits in (None, 8, 4) if packs(loaded) else (None,):
+    for kv_bits in possible_kv_bits(loaded.layers):
         yield from _attention(geometry, loaded.compute_dtype, factory, tuning, kv_bits)
     yield _sampling(loaded.facts.vocab_size, loaded.compute_dtype, factory)
 

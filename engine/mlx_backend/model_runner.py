@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Literal
 
 import mlx.core as mx
@@ -149,7 +148,7 @@ class MlxModelRunner:
 
     def launch(self, batch: StepBatch) -> _PendingStep:
         """Build the step and start it."""
-        model, began_s = self._checked(), self._clock.begin_s()
+        model, elapsed_s = self._checked(), self._clock.begin()
         self._guides.prepare(batch.rows)
         if batch.block_copies:
             model.copy_blocks(batch.block_copies)
@@ -165,7 +164,6 @@ class MlxModelRunner:
             self._newest.end()
         mx.async_eval([*model.state(), *self._sampler.state(), self._last_tokens, *produced])  # type: ignore[no-untyped-call]
         self._chunk_in_flight = any(row.num_tokens > 1 for row in batch.rows)
-        elapsed_s = partial(self._clock.elapsed_s, began_s)
         self._newest = _PendingStep(batch, samples, done, self._tainted_blocks, elapsed_s)
         return self._newest
 

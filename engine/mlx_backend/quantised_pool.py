@@ -7,7 +7,7 @@ token sees the same keys and values whether they were computed beside it, steps 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import mlx.core as mx
 import numpy as np
@@ -27,14 +27,25 @@ def check_kv_bits(layers: Sequence[LayerShape], kv_bits: int | None) -> None:
         return
     if not layers:
         raise ConfigError(f"`kv_bits` is {kv_bits}; this model's keys and values are in no pool.", "leave it out")
+    for index, size in _unpackable(layers):
+        raise ConfigError(
+            f"`kv_bits` is {kv_bits}; layer {index} keeps vectors of {size} numbers, which are no whole groups "
+            f"of {KV_GROUP}.",
+            "leave `kv_bits` out",
+        )
+
+
+def possible_kv_bits(layers: Sequence[LayerShape]) -> tuple[int | None, ...]:
+    """The kinds of pools that the layers' keys and values can be kept in; None: as they are."""
+    return (None,) if any(_unpackable(layers)) else (None, 8, 4)
+
+
+def _unpackable(layers: Sequence[LayerShape]) -> Iterator[tuple[int, int]]:
+    """Yield each layer's vectors that are no whole groups: its index, and how many numbers they have."""
     for index, layer in enumerate(layers):
         for size in (layer.k_head_dim, layer.v_head_dim):
             if size % KV_GROUP:
-                raise ConfigError(
-                    f"`kv_bits` is {kv_bits}; layer {index} keeps vectors of {size} numbers, which are no whole groups "
-                    f"of {KV_GROUP}.",
-                    "leave `kv_bits` out",
-                )
+                yield index, size
 
 
 class QuantisedLayerPool(LayerPool):

@@ -30,7 +30,6 @@ from engine.mlx_backend.batching_curve import (
     save_profile,
 )
 from engine.mlx_backend.device import choose_backend, device_facts, measure_sgemm_gflops, use_backend
-from engine.mlx_backend.geometries import packs
 from engine.mlx_backend.gpu_cache import KernelBook
 from engine.mlx_backend.kernel_check import Verdict
 from engine.mlx_backend.kernel_speed import compare_speeds
@@ -38,6 +37,7 @@ from engine.mlx_backend.kernels.launch import KernelFactory, gpu_factory, gpu_ta
 from engine.mlx_backend.kernels.tiling import TUNINGS, Tuning
 from engine.mlx_backend.loaded_model import LoadedModel
 from engine.mlx_backend.loader import load_model
+from engine.mlx_backend.quantised_pool import possible_kv_bits
 from engine.mlx_backend.runners import check_other_kernels, check_pool_kernels, make_runner
 from engine.mlx_backend.step_check import steps_trial
 from engine.mlx_backend.step_model import StepForm
@@ -163,7 +163,7 @@ def _kernels(loaded: LoadedModel) -> Iterator[Finding]:
 def _verdicts(loaded: LoadedModel, factory: KernelFactory, tuning: Tuning) -> Iterator[Verdict]:
     """On plain pools, then on pools of 8 and 4 bits where this model can have them."""
     yield from check_other_kernels(loaded, factory, tuning)
-    for kv_bits in (None, 8, 4) if packs(loaded) else (None,):
+    for kv_bits in possible_kv_bits(loaded.layers):
         pool = f", {kv_bits} bits" if kv_bits else ""
         verdicts = chain(
             check_pool_kernels(loaded, "auto", KernelBook(_BLOCK_SIZE_TOKENS, factory, tuning, kv_bits)),

@@ -20,13 +20,14 @@ class StepClock:
         self._now_s = now_s
         self._last_end_s = 0.0
 
-    def begin_s(self) -> float:
-        """When the step that is now built begins."""
-        return self._now_s()
+    def begin(self) -> Callable[[], float]:
+        """A step begins. Returns what is to be called once, when it has just ended: the seconds that it took."""
+        began_s = self._now_s()
 
-    def elapsed_s(self, began_s: float) -> float:
-        """Time of the step that began at ``began_s`` and has just ended."""
-        now_s = self._now_s()
-        elapsed_s = now_s - max(began_s, self._last_end_s)
-        self._last_end_s = now_s
+        def elapsed_s() -> float:
+            now_s = self._now_s()
+            taken_s = now_s - max(began_s, self._last_end_s)
+            self._last_end_s = now_s
+            return taken_s
+
         return elapsed_s

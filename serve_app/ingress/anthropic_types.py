@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from serve_app.ingress.format_types import Schema
-from serve_app.ingress.tool_types import MAX_TOOLS, FunctionName, require_distinct
+from serve_app.ingress.tool_types import MAX_TOOLS, FunctionName, require_callable, require_distinct
 from serve_app.ingress.wire import (
     JsonObject,
     NeutralOnly,
@@ -169,10 +169,8 @@ class CountTokensRequest(WireModel):
     @classmethod
     def _something_to_call(cls, choice: InputToolChoice | None, info: ValidationInfo) -> InputToolChoice | None:
         names = [tool.name for tool in info.data.get("tools") or ()]
-        if choice is not None and choice.type == "any" and not names:
-            raise wrong("There are no `tools` of which one could be called.")
-        if choice is not None and choice.name is not None and choice.name not in names:
-            raise wrong(f"`{choice.name}` is not among the `tools`.")
+        if choice is not None:
+            require_callable(names, must_call=choice.type == "any", chosen=choice.name)
         return choice
 
 

@@ -12,7 +12,15 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from engine.text.chat_template import RESERVED_VARIABLES
 from serve_app.ingress.format_types import ResponseFormat, StructuredOutputs
-from serve_app.ingress.tool_types import MAX_TOOLS, CallMade, NamedTool, Tool, ToolChoice, require_distinct
+from serve_app.ingress.tool_types import (
+    MAX_TOOLS,
+    CallMade,
+    NamedTool,
+    Tool,
+    ToolChoice,
+    require_callable,
+    require_distinct,
+)
 from serve_app.ingress.wire import (
     JsonObject,
     LogitBias,
@@ -169,10 +177,8 @@ class ChatCompletionRequest(GenerationRequest):
     @classmethod
     def _something_to_call(cls, choice: ToolChoice | None, info: ValidationInfo) -> ToolChoice | None:
         names = [tool.function.name for tool in info.data.get("tools") or ()]
-        if choice == "required" and not names:
-            raise wrong("There are no `tools` of which one could be called.")
-        if isinstance(choice, NamedTool) and choice.function.name not in names:
-            raise wrong(f"`{choice.function.name}` is not among the `tools`.")
+        chosen = choice.function.name if isinstance(choice, NamedTool) else None
+        require_callable(names, must_call=choice == "required", chosen=chosen)
         return choice
 
     @field_validator("chat_template_kwargs")

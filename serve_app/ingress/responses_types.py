@@ -10,7 +10,14 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
 
 from serve_app.ingress.format_types import Schema
-from serve_app.ingress.tool_types import MAX_TOOLS, FunctionName, FunctionType, NamedFunction, require_distinct
+from serve_app.ingress.tool_types import (
+    MAX_TOOLS,
+    FunctionName,
+    FunctionType,
+    NamedFunction,
+    require_callable,
+    require_distinct,
+)
 from serve_app.ingress.wire import JsonObject, NeutralOnly, Text, TokenCount, WireModel, no_effect, refuse, wrong
 
 _NO_EFFECT_ANY = Annotated[Any, no_effect]
@@ -197,8 +204,6 @@ class ResponsesRequest(WireModel):
     @classmethod
     def _something_to_call(cls, choice: FunctionChoice | None, info: ValidationInfo) -> FunctionChoice | None:
         names = [tool.name for tool in info.data.get("tools") or ()]
-        if choice == "required" and not names:
-            raise wrong("There are no `tools` of which one could be called.")
-        if isinstance(choice, NamedFunctionTool) and choice.name not in names:
-            raise wrong(f"`{choice.name}` is not among the `tools`.")
+        chosen = choice.name if isinstance(choice, NamedFunctionTool) else None
+        require_callable(names, must_call=choice == "required", chosen=chosen)
         return choice

@@ -89,4 +89,12 @@ def require_distinct(names: Sequence[str]) -> None:
         raise wrong("Two tools have the same name.")
 
 
+def require_callable(names: Sequence[str], *, must_call: bool, chosen: str | None) -> None:
+    """Refuse a choice of a tool that is not among ``names``. ``must_call``: one of them, whichever it is."""
+    if must_call and not names:
+        raise wrong("There are no `tools` of which one could be called.")
+    if chosen is not None and chosen not in names:
+        raise wrong(f"`{chosen}` is not among the `tools`.")
+
+
 ToolChoice = Literal["none", "auto", "required"] | NamedTool

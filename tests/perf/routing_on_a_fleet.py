@@ -11,19 +11,14 @@ from collections.abc import Sequence
 from serve_app.latency import percentile
 from tests.fleet_load import Talk, Turn, hold, num_computed, share_that_returned
 from tests.fleet_nodes import Fleet
-from tests.fleet_replicas import BLOCK_SIZE
+from tests.fleet_replicas import BLOCK_SIZE, NUM_MACS, deploy
 
-REPLICA = "tests.fleet_replicas:FleetReplica"
 ROUTERS = ("cost", "round-robin", "power-of-two")
-NUM_NODES = 3
 
 
 def measure(fleet: Fleet, router: str) -> list[Turn]:
     """Deploy with this router and hold the conversations; returns their turns."""
-    engine = {"model": "demo", "slots": 4, "block_size": BLOCK_SIZE}
-    models = [{"name": "chain", "replicas": NUM_NODES, "engine": engine}]
-    replica = {"shutdown_grace_s": 1.0, "router": router}
-    fleet.deploy(REPLICA, models=models, replica=replica, ingress={"replicas": NUM_NODES})
+    deploy(fleet, router)
     return hold(fleet.url, Talk())
 
 
@@ -37,7 +32,7 @@ def row(router: str, turns: Sequence[Turn], least: int) -> str:
 
 def main() -> None:
     """Measure and print."""
-    with Fleet(NUM_NODES) as fleet:
+    with Fleet(NUM_MACS) as fleet:
         seen = {router: measure(fleet, router) for router in ROUTERS}
     least = num_computed(seen[ROUTERS[0]])
     print("| router | turns that found all of the turn before cached | prompt tokens computed | TTFT p95 |")

@@ -15,25 +15,17 @@ import pytest
 
 from tests.fleet_load import Load, Talk, Turn, hold, num_computed, share_that_returned
 from tests.fleet_nodes import Fleet
-from tests.fleet_replicas import BLOCK_SIZE
+from tests.fleet_replicas import BLOCK_SIZE, NUM_MACS, deploy
 from tests.serve_endpoint import eventually, eventually_async
 
-REPLICA = "tests.fleet_replicas:FleetReplica"
 TALK = Talk(num_talks=12, num_turns=3)
 
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
-    with Fleet(3) as nodes:
+    with Fleet(NUM_MACS) as nodes:
         deploy(nodes, "cost")
         yield nodes
-
-
-def deploy(fleet: Fleet, router: str, *, model: str = "demo", num_ingresses: int = 3) -> None:
-    engine = {"model": model, "slots": 4, "block_size": BLOCK_SIZE}
-    models = [{"name": "chain", "replicas": 3, "engine": engine}]
-    replica = {"shutdown_grace_s": 1.0, "router": router}
-    fleet.deploy(REPLICA, models=models, replica=replica, ingress={"replicas": num_ingresses})
 
 
 def test_every_node_has_exactly_one_replica(fleet: Fleet) -> None:
