@@ -112,16 +112,16 @@ class GpuInputBuilder:
         return build_chunks(arrays, num_rows, _padded(decodes, num_rows), chunks)
 
     def empty(self, num_rows: int, num_tokens: int = 0) -> HostStep:
-        """A step of padding: ``num_rows`` decode rows and, if ``num_tokens`` is more, chunk tokens up to that many.
+        """A step of padding: ``num_rows`` decode rows and ``num_tokens`` tokens of a chunk.
 
         Everything but attention costs what it will cost.
         """
         arrays = self._decode_arrays([], num_rows)
-        if num_tokens <= num_rows:
+        if not num_tokens:
             return self._packed(arrays, num_rows, (None,) * num_rows)
-        arrays |= self._chunk_arrays([], num_rows, num_tokens - num_rows, 1)
+        arrays |= self._chunk_arrays([], num_tokens, 1)
         arrays["head_index"] = np.arange(num_rows + 1, dtype=np.int32)
-        return self._packed(arrays, num_rows, (None,) * (num_rows + 1), num_tokens - num_rows)
+        return self._packed(arrays, num_rows, (None,) * (num_rows + 1), num_tokens)
 
     def _paged(
         self,
@@ -131,10 +131,10 @@ class GpuInputBuilder:
         chunks: list[BatchRow],
     ) -> HostStep:
         num_tokens = sum(row.num_tokens for row in chunks)
-        num_padded = token_rung(num_rows + num_tokens) - num_rows
+        num_padded = token_rung(num_tokens)
         heads = _chunk_heads(chunks, num_rows)
         num_chunks, num_heads = _power_of_two(len(chunks)), _power_of_two(len(heads))
-        arrays |= self._chunk_arrays(chunks, num_rows, num_padded, num_chunks)
+        arrays |= self._chunk_arrays(chunks, num_padded, num_chunks)
         # Where nobody samples, any row will do.
         head_index = np.full(num_rows + num_heads, num_rows, np.int32)
         head_index[:num_rows] = np.arange(num_rows)
@@ -144,7 +144,7 @@ class GpuInputBuilder:
         return self._packed(arrays, num_rows, head_rows, num_padded)
 
     def _chunk_arrays(
-        self, chunks: Sequence[BatchRow], num_rows: int, num_padded: int, num_chunks: int
+        self, chunks: Sequence[BatchRow], num_padded: int, num_chunks: int
     ) -> dict[str, npt.NDArray[np.generic]]:
         """Tokens of all chunks and, per chunk, its rows, its first position and its block table."""
         tokens, positions = np.zeros(num_padded, np.int32), np.zeros(num_padded, np.int32)

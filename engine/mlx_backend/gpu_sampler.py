@@ -25,17 +25,22 @@ from engine.mlx_backend.row_guides import RowGuides
 from engine.mlx_backend.sampler import LogprobArrays, logprobs_of, read_logprobs
 from engine.request import SamplingParams
 
+# MLX's CUDA backend keeps what the host has read in managed memory, and gives that to the next array of like size; a
+# kernel that meets such pages waits 40 to 130 us. What the host reads is made larger than a step's own results.
+_FILLING = 1024
+
 Rows = tuple[tuple[int, BatchRow], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class GpuSamples:
-    """A step's result, perhaps not computed yet. ``rows``: the sampling rows and their places in ``tokens`` and
-    ``broken``, int32 ``[R]``; ``logprobs`` are counted by ``rows``. ``failures``: rows that cannot go on."""
+    """A step's result, perhaps not computed yet. ``rows``: the sampling rows and their places among ``num_heads``
+    tokens, which are the first of ``results`` int32 [2 num_heads or more], before as many marks of broken rows.
+    ``logprobs`` are counted by ``rows``. ``failures``: rows that cannot go on."""
 
     rows: Rows
-    tokens: mx.array
-    broken: mx.array
+    num_heads: int
+    results: mx.array
     logprobs: LogprobArrays | None = None
     failures: dict[str, EngineError] = field(default_factory=dict)
     embeddings: RowEmbeddings = NO_EMBEDDINGS
@@ -43,12 +48,13 @@ class GpuSamples:
     def arrays(self) -> list[mx.array]:
         """What is to be evaluated with the step."""
         extra = [] if self.logprobs is None else [self.logprobs.chosen, self.logprobs.top_ids, self.logprobs.top]
-        return [self.tokens, self.broken, *extra, *self.embeddings.arrays()]
+        return [self.results, *extra, *self.embeddings.arrays()]
 
     def read(self) -> tuple[dict[str, SampledToken], dict[str, EngineError]]:
         """Wait for the values: tokens, and failures, by request id."""
-        all_tokens, broken = np.array(self.tokens), np.array(self.broken)
-        tokens = [int(all_tokens[place]) for place, _ in self.rows]
+        results = np.array(self.results)
+        broken = results[self.num_heads :]
+        tokens = [int(results[place]) for place, _ in self.rows]
         details = {}
         if self.logprobs is not None:
             details = read_logprobs(self.logprobs, [row for _, row in self.rows], tokens)
@@ -70,6 +76,7 @@ class GpuSampler:
     """Samples for up to ``num_slots`` requests at a time. Use from one thread."""
 
     def __init__(self, num_slots: int, vocab_size_tokens: int, guides: RowGuides | None = None) -> None:
+        self._filling = mx.zeros((_FILLING,), mx.int32)
         self._guides = guides or RowGuides(None)
         self._history = TokenHistory(num_slots, vocab_size_tokens)
         # One place more than there are slots: rows of padding put their token there.
@@ -81,7 +88,7 @@ class GpuSampler:
         asks_more = any(row.embeds or _asks_more(row.sampling) for _, row in rows)
         if model.sampling is not None and not asks_more:
             tokens, broken, self.last_tokens = model.tokens(host, self.last_tokens)
-            return GpuSamples(rows, tokens, broken)
+            return GpuSamples(rows, len(host.head_rows), self._for_the_host(tokens, broken))
         raw, hidden = model.logits(host, self.last_tokens)
         logits = raw.astype(mx.float32)
         allowed, failures = self._guides.constrain(self._adjust(logits, rows), rows)
@@ -90,7 +97,8 @@ class GpuSampler:
         logprobs = logprobs_of(logits[at], tokens[at], [row for _, row in rows]) if rows else None
         head_slots = host.shape.layout.unpack(host.upload)["head_slots"]
         self.last_tokens = remember(self.last_tokens, head_slots, tokens)
-        return GpuSamples(rows, tokens, broken, logprobs, failures, embeddings_of(hidden, rows))
+        results = self._for_the_host(tokens, broken)
+        return GpuSamples(rows, len(host.head_rows), results, logprobs, failures, embeddings_of(hidden, rows))
 
     def forget(self, request_ids: Sequence[str]) -> None:
         """Drop what is kept for requests that ended or were preempted."""
@@ -100,6 +108,9 @@ class GpuSampler:
     def state(self) -> list[mx.array]:
         """Arrays that live on into the next step."""
         return [self.last_tokens, *self._history.state()]
+
+    def _for_the_host(self, tokens: mx.array, broken: mx.array) -> mx.array:
+        return mx.concatenate([tokens, broken, self._filling])
 
     def _adjust(self, logits: mx.array, rows: Rows) -> mx.array:
         adjusted = [(place, row) for place, row in rows if is_adjusted(row.sampling)]

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 RUNGS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-_LEAST_GAIN = 0.03
+_LEAST_GAIN = 0.1  # less is within what a short measurement is off
 
 
 def rung_for(num_rows: int, times_s: Mapping[int, float] | None = None) -> int:
@@ -30,14 +30,14 @@ def rungs_up_to(num_rows: int) -> tuple[int, ...]:
 
 
 def token_rung(num_tokens: int) -> int:
-    """Packed tokens of a step with prompt chunks, for ``num_tokens`` real ones."""
+    """Packed tokens of a step's prompt chunks, for ``num_tokens`` real ones."""
     step = 64 if num_tokens <= 512 else 128 if num_tokens <= 2048 else 512
     return -(-num_tokens // step) * step
 
 
-def token_rungs(num_rows: int, num_tokens: int) -> list[int]:
-    """All token rungs of steps with more than ``num_rows`` and up to ``num_tokens`` tokens."""
-    rungs = [token_rung(num_rows + 1)]
+def token_rungs(num_tokens: int) -> list[int]:
+    """All token rungs of chunks of up to ``num_tokens`` tokens."""
+    rungs = [token_rung(1)]
     while rungs[-1] < num_tokens:
         rungs.append(token_rung(rungs[-1] + 1))
     return rungs

@@ -40,7 +40,17 @@ def run(
         kv_bits=kv_bits,
         compiles=compiles,
     )
-    return serve(runner, works, slots=slots, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, max_model_len=MAX_MODEL_LEN)
+    return serve(
+        runner,
+        works,
+        slots=slots,
+        num_blocks=NUM_BLOCKS,
+        block_size=BLOCK_SIZE,
+        max_model_len=MAX_MODEL_LEN,
+        # Sizes of chunks follow measured times, and other sizes round otherwise: here they must not depend on how long
+        # the first steps take to compile.
+        target_stall_s=1e6,
+    )
 
 
 def works(count: int, sampling: SamplingParams) -> list[Work]:

@@ -1,14 +1,13 @@
 """``python -m tests.gpu.tune``: times the kernels' tilings on this machine's GPU, for whoever sets kernels/tiling.py.
 
-Llama 3 8B's shapes in bf16. Calls are queued in chains, so that launches hide behind each other; weights are rotated,
-so that none is in the cache when it is read. Every section prints the tree's own choice first.
+Llama 3 8B's shapes in bf16. Calls are queued in chains; weights are rotated, so that none is in the cache when it is
+read. Every section prints the tree's own choice first.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import statistics
 import time
 from collections.abc import Callable, Iterator
 
@@ -20,6 +19,7 @@ from engine.mlx_backend.kernels.paged_attention import PagedKernels
 from engine.mlx_backend.kernels.projecting import TILINGS, ProjectionKernel
 from engine.mlx_backend.kernels.tiling import TUNINGS, Geometry, Tuning
 from engine.mlx_backend.paged_cache import LayerPool, LayerShape
+from tests.gpu.kernel_times import record
 
 GEOMETRY = Geometry(32, 8, 128, 16, 128**-0.5)
 PRODUCTS = {
@@ -28,20 +28,21 @@ PRODUCTS = {
     "gate, up": (28_672, 4096),
     "down": (4096, 14_336),
 }
-TILES = [(feats, turns) for feats in (1, 2, 4) for turns in (1, 2, 4)]
-_REPEATS = 5
+TILES = [(1, 2), (1, 4), (2, 1), (2, 2), (2, 4)]
 _ROTATED_BYTES = 400 * 2**20
+_CALLS = 32
 
 
 def seconds(work: Callable[[], list[mx.array]], calls: int) -> float:
-    """Median time of one of the ``calls`` that ``work`` queues."""
+    """Time that the GPU spends on one of the ``calls`` that ``work`` queues; the wall's where it cannot be recorded."""
     mx.eval(work())
-    durations_s = []
-    for _ in range(_REPEATS):
+    try:
+        runs = record(lambda: mx.eval(work()))
+        return sum(run.end_ns - run.start_ns for run in runs) / 1e9 / calls
+    except ImportError:
         started_s = time.perf_counter()
         mx.eval(work())
-        durations_s.append(time.perf_counter() - started_s)
-    return statistics.median(durations_s) / calls
+        return (time.perf_counter() - started_s) / calls
 
 
 def products(factory: KernelFactory) -> Iterator[str]:
@@ -49,7 +50,7 @@ def products(factory: KernelFactory) -> Iterator[str]:
     for name, (N, K) in PRODUCTS.items():
         weights = [mx.random.normal((N, K), mx.bfloat16) for _ in range(max(2, _ROTATED_BYTES // (N * K * 2)))]
         mx.eval(weights)
-        for rows in (4, 8, 16, 32):
+        for rows in (8, 16, 32):
             x = mx.random.normal((rows, 1, K), mx.bfloat16)
 
             def plain(x: mx.array = x, weights: list[mx.array] = weights) -> list[mx.array]:
@@ -76,20 +77,16 @@ def decode(factory: KernelFactory) -> Iterator[str]:
     base = TUNINGS["cuda"]
     changes: list[dict[str, int]] = [
         {},
-        *({"loads_ahead": 1, "target_groups": groups} for groups in (264, 528, 1024)),
-        {"loads_ahead": 1, "longest_span": 1024},
-        {"loads_ahead": 1, "simds": 8, "target_groups": 528},
         *({"target_groups": groups} for groups in (264, 528, 2048)),
-        *({"longest_span": span} for span in (256, 1024)),
-        *({"loaded_bytes": loaded} for loaded in (64, 256)),
-        *({"simds": simds} for simds in (2, 8)),
-        {"registers": 64},
-        {"registers": 64, "loaded_bytes": 64},
-        {"simds": 8, "target_groups": 528},
+        {"longest_span": 1024},
+        {"loaded_bytes": 64},
+        {"loaded_bytes": 256},
         {"simds": 2, "target_groups": 2048},
     ]
-    for rows, context in ((8, 576), (16, 576), (32, 576), (8, 8192), (4, 32_768)):
-        pool, table = _pool(rows, context)
+    changes += [{**change, "loads_ahead": 1 - base.loads_ahead} for change in changes]
+    for rows, context in ((1, 576), (4, 576), (8, 576), (16, 576), (32, 576), (8, 8192), (4, 32_768), (1, 32_768)):
+        # As many pools as keep each other out of the cache, like a model's layers.
+        pools = [_pool(rows, context) for _ in range(max(2, _ROTATED_BYTES // (rows * context * 4096)))]
         queries = mx.random.normal((rows, 32, 1, 128), mx.bfloat16)
         new = mx.random.normal((rows, 8, 1, 128), mx.bfloat16)
         lengths, times = mx.full((rows,), context, mx.int32), {}
@@ -100,17 +97,17 @@ def decode(factory: KernelFactory) -> Iterator[str]:
                 kernels: PagedKernels = kernels,
                 queries: mx.array = queries,
                 new: mx.array = new,
-                pool: LayerPool = pool,
-                table: mx.array = table,
+                pools: list[tuple[LayerPool, mx.array]] = pools,
                 lengths: mx.array = lengths,
             ) -> list[mx.array]:
                 version, outputs = mx.zeros((1,), mx.int32), []
-                for _ in range(32):
+                for call in range(_CALLS):
+                    pool, table = pools[call % len(pools)]
                     out, version = kernels.decode(queries, new, new, pool, table, lengths, version)
                     outputs.append(out)
                 return outputs
 
-            times[str(change or "as it is")] = seconds(chain, 32)
+            times[str(change or "as it is")] = seconds(chain, _CALLS)
         yield f"decode attention {rows} x {context}, us: " + _listed(times)
 
 
@@ -118,15 +115,15 @@ def chunks(factory: KernelFactory) -> Iterator[str]:
     """Chunk attention of few and many tokens at short and long contexts, by how it is cut."""
     changes: list[dict[str, int]] = [
         {},
-        *({"chunk_groups": groups} for groups in (0, 264, 528)),
-        {"chunk_simds": 4, "chunk_groups": 264},
+        {"chunk_groups": 0},
+        {"chunk_groups": 264},
         {"chunk_keys": 64},
+        {"chunk_keys": 64, "chunk_groups": 264},
         {"chunk_keys": 64, "chunk_simds": 4, "chunk_groups": 264},
-        {"chunk_keys": 16, "chunk_groups": 264},
     ]
     for start in (0, 2048, 8192, 15_872):
         pool, table = _pool(1, start + 512)
-        for count in (64, 128, 192, 256, 512):
+        for count in (64, 128, 192, 256, 320, 512):
             queries, times = mx.random.normal((count, 32, 1, 128), mx.bfloat16), {}
             for change in changes:
                 kernels = PagedKernels(GEOMETRY, mx.bfloat16, mx.bfloat16, factory, _changed(TUNINGS["cuda"], change))

@@ -190,9 +190,10 @@ def _unwindowed(case: Case) -> HeldPool:
 
 
 @pytest.mark.parametrize("num_rows", [1, 8, 13, 32])
-def test_projections(num_rows: int, emulator: Emulator) -> None:
+@pytest.mark.parametrize("depth", [512, 576], ids=["whole turns", "turns cut to fit"])
+def test_projections(depth: int, num_rows: int, emulator: Emulator) -> None:
     random = np.random.default_rng(num_rows)
-    x, weight = (mx.array(random.standard_normal((n, 576)).astype(np.float32)).astype(BF16) for n in (num_rows, 96))
+    x, weight = (mx.array(random.standard_normal((n, depth)).astype(np.float32)).astype(BF16) for n in (num_rows, 96))
     result = ProjectionKernel(emulator)(x[:, None], weight)[:, 0]
     wanted = x.astype(F32) @ weight.astype(F32).T
     assert float(mx.max(mx.abs(result.astype(F32) - wanted) / (1.0 + mx.abs(wanted)))) <= 5e-3

@@ -11,9 +11,10 @@ import mlx.core as mx
 
 from engine.mlx_backend.kernels import dialect
 from engine.mlx_backend.kernels.launch import KernelFactory, Launch
-from engine.mlx_backend.kernels.tiling import vector_width
+from engine.mlx_backend.kernels.tiling import largest_divisor
 
 _THREADS = 128
+_PAIRS = 2  # per thread: sines take longer than loads, so a row is spread over many threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class RotationKernel:
         Numbers i and i + dim / 2 of a query or key head turn as a pair (the halves of GPT-NeoX, not neighbours).
         """
         M, dtype = joined.shape[0], joined.dtype
-        vec = vector_width(heads.dim // 2, dtype.size)
+        vec = largest_divisor(heads.dim // 2, _PAIRS)
         if (heads, dtype) not in self._bound:
             constants = {"D": heads.dim, "HEADS": heads.num_heads, "KV_HEADS": heads.num_kv_heads}
             constants |= {"VEC": vec, "THREADS": _THREADS}

@@ -18,6 +18,7 @@ KV_GROUP = 32
 """Numbers that share a scale and a bias in a pool of few bits."""
 SCALE_AND_BIAS_BYTES = 4
 _MAX_CHUNK_SPLITS = 16
+_COST_OF_A_CHUNK_SPLIT = 0.015  # of the time that a round over the whole context takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,8 @@ TUNINGS = {
     "cuda": Tuning(
         simds=4,
         registers=32,
+        loaded_bytes=64,
+        loads_ahead=True,
         chunk_groups=132,  # an H200's multiprocessors; such a threadgroup fills one
         pages_chunks=True,
         joins_products=True,
@@ -229,12 +232,21 @@ def num_chunk_groups(geometry: Geometry, num_rows: int, tuning: Tuning) -> int:
 
 def num_chunk_splits(geometry: Geometry, num_rows: int, max_positions: int, tuning: Tuning) -> int:
     """Into how many splits chunk attention cuts contexts of up to ``max_positions`` when all chunks of a step together
-    have ``num_rows`` tokens: as many as fill the chip. Depends on a step's shape only, not on its positions."""
+    have ``num_rows`` tokens. Depends on a step's shape only, not on its positions.
+
+    Threadgroups run in rounds that fill the chip; a split more makes each shorter, and may leave less of the chip idle
+    in the last round. Each also costs a partial result.
+    """
     if geometry.window:
         max_positions = min(max_positions, geometry.window + num_rows)
+    most = min(-(-max_positions // LEAST_CHUNK_SPAN), _MAX_CHUNK_SPLITS) if tuning.chunk_groups else 1
     groups = num_chunk_groups(geometry, num_rows, tuning) * geometry.num_kv_heads
-    most = min(-(-max_positions // LEAST_CHUNK_SPAN), _MAX_CHUNK_SPLITS)
-    return max(1, min(tuning.chunk_groups // groups, most))
+
+    def cost(splits: int) -> float:
+        rounds = -(-groups * splits // max(1, tuning.chunk_groups))
+        return rounds / splits + _COST_OF_A_CHUNK_SPLIT * splits
+
+    return min(range(1, max(1, most) + 1), key=cost)
 
 
 def attends_chunks(geometry: Geometry, number_bytes: int) -> bool:
