@@ -50,7 +50,7 @@ class Answer:
 
 
 class StreamClient:
-    """Posts requests to one endpoint over as many connections as are needed. Use as an async context manager.
+    """Posts requests to one endpoint, each over a connection of its own. Use as an async context manager.
 
     ``trust``: whom it believes over HTTPS; None: whom the system believes.
     """
@@ -69,7 +69,9 @@ class StreamClient:
 
     async def __aenter__(self) -> StreamClient:
         # limit=0: a connection pool with a bound would queue requests inside the client and call it server time.
-        connector = aiohttp.TCPConnector(limit=0, ssl=self._trust or True)
+        # force_close: a server may close a kept connection just when the next request goes out on it (llama.cpp's did
+        # for 10 of 24), which is no failure of the server's; a POST that may have arrived cannot be sent again.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True, ssl=self._trust or True)
         self._session = aiohttp.ClientSession(
             connector=connector, headers=self._headers, timeout=self._timeout, trust_env=False
         )

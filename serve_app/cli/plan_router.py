@@ -12,14 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from serve_app.capacity.machine import MachineSpec, SimulatedCall, SimulatedMachine
-from serve_app.capacity.perf_model import chunk_s
+from serve_app.capacity.perf_model import chunk_s, decode_rows_s
 from serve_app.protocol import PrefixChain
 from serve_app.routing.policy import RoutingPolicy, RoutingRequest
 from serve_app.routing.report import ReplicaReport, tag_of
 
 REPORT_PERIOD_S = 1.0
-# A usual answer, learnt as replicas learn it; until the first one ends a guess will do.
-FIRST_ANSWER_S = 7.0
+# A usual answer's length is learnt as replicas learn it.
 ANSWER_WEIGHT = 0.1
 NUM_PREFIXES = 512
 
@@ -28,7 +27,7 @@ NUM_PREFIXES = 512
 class _Replica:
     """What a replica knows of itself."""
 
-    answer_s: float = FIRST_ANSWER_S
+    usual_output_tokens: float | None = None
     sequence: int = 0
     open_tags: set[int] = field(default_factory=set)
     prefixes: OrderedDict[int, None] = field(default_factory=OrderedDict)
@@ -70,9 +69,12 @@ class RouterDispatch:
         """Machines speak for themselves when they report."""
 
     def answered(self, call: SimulatedCall, index: int, answer_s: float) -> None:
-        """The call came back to the router, and the replica has learnt how long an answer takes."""
+        """The call came back to the router, and the replica has learnt how long an answer is."""
         replica = self._replicas[index]
-        replica.answer_s += ANSWER_WEIGHT * (answer_s - replica.answer_s)
+        usual = replica.usual_output_tokens
+        replica.usual_output_tokens = (
+            call.num_output_tokens if usual is None else usual + ANSWER_WEIGHT * (call.num_output_tokens - usual)
+        )
         replica.open_tags.discard(tag_of(call.call_id))
         self._policy.came_back(call.call_id, str(index))
 
@@ -82,14 +84,17 @@ class RouterDispatch:
             self._replicas = [_Replica() for _ in machines]
         for index, (machine, replica) in enumerate(zip(machines, self._replicas, strict=True)):
             replica.sequence += 1
+            num_running = machine.num_open - machine.num_waiting
+            answer_s, answer_row_s = _answers_s(machine.spec, num_running, replica.usual_output_tokens)
             report = ReplicaReport(
                 sequence=replica.sequence,
                 slots=machine.spec.slots,
-                num_running=machine.num_open - machine.num_waiting,
+                num_running=num_running,
                 num_waiting=machine.num_waiting,
                 num_unread_tokens=machine.num_unread_tokens,
                 prefill_tokens_per_s=_prefill_rate(machine.spec),
-                answer_s=replica.answer_s,
+                answer_s=answer_s,
+                answer_row_s=answer_row_s,
                 open_tags=frozenset(replica.open_tags),
                 prefixes=frozenset(replica.prefixes) if machine.spec.prefix_cache else frozenset(),
             )
@@ -107,6 +112,16 @@ class RouterDispatch:
             conversation=_name(str(session)),
             num_prompt_tokens=len(call.prompt_token_ids),
         )
+
+
+def _answers_s(
+    spec: MachineSpec, num_running: int, usual_output_tokens: float | None
+) -> tuple[float | None, float | None]:
+    """A usual answer beside what runs, and what each further row adds to it (as engine/scheduler/forecast.py)."""
+    if usual_output_tokens is None:
+        return None, None
+    step_s, longer_s = (decode_rows_s(spec.times, num_running + more) for more in (1, 2))
+    return usual_output_tokens * step_s, usual_output_tokens * (longer_s - step_s)
 
 
 def _prefill_rate(spec: MachineSpec) -> float:

@@ -107,6 +107,7 @@ class Reporter:
             num_unread_tokens=round(scheduler.num_unread_tokens / ratio) + self._num_unread_of_newest(num_unseen),
             prefill_tokens_per_s=None if speed is None else speed / ratio,
             answer_s=scheduler.usual_answer_s,
+            answer_row_s=scheduler.usual_answer_row_s,
             ready=ready,
             draining=self.draining,
             open_tags=frozenset(record.tag for record in self._open),

@@ -5,7 +5,8 @@ Owns: the formulas, for all replicas at once. Must not know: where figures come 
     wait         until a slot is free: departures it takes x usual answer / slots    (as engine/scheduler/forecast.py)
     turn         reading what was there before: unread tokens / prefill speed
     reread       reading what is not cached: (prompt - cached) / prefill speed
-    disturbance  the same, for everybody who runs or waits there: while this prompt is read, they get less
+    disturbance  for everybody who runs or waits there: while this prompt is read they get less; one row more makes the
+                 half of a usual answer that those beside it still have before them longer
     answer       a usual answer beside the others that decode there: it spreads load, and prefers faster machines
     silence      grows with every second that a replica has reported less lately than others: its figures may be wrong
 
@@ -29,13 +30,17 @@ SILENCE_WEIGHT = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The replicas as columns. ``num_requests``: in slots and waiting. ``age_s``: since the last report."""
+    """The replicas as columns. ``num_requests``: in slots and waiting; ``num_beside``: that an answer would be decoded
+    beside. ``alone_s``: a usual answer decoded alone, ``row_s``: what each row beside it adds. ``age_s``: since the
+    last report."""
 
     slots: Floats
     num_requests: Floats
+    num_beside: Floats
     num_unread_tokens: Floats
     prefill_tokens_per_s: Floats
-    answer_s: Floats
+    alone_s: Floats
+    row_s: Floats
     age_s: Floats
 
 
@@ -55,12 +60,13 @@ class Costs:
 def costs_of(load: Load, num_prompt_tokens: int, num_cached_tokens: Floats) -> Costs:
     """Return what a prompt of that length costs at each replica, of which it has ``num_cached_tokens``."""
     departures = np.maximum(load.num_requests + 1.0 - load.slots, 0.0)
-    wait_s = departures * load.answer_s / load.slots
+    answer_s = load.alone_s + load.row_s * load.num_beside
+    wait_s = departures * answer_s / load.slots
     turn_s = load.num_unread_tokens / load.prefill_tokens_per_s
     reread_s = np.maximum(num_prompt_tokens - num_cached_tokens, 0.0) / load.prefill_tokens_per_s
     # All of them are silent when the controller is gone: that is no reason to prefer any.
     age_s = load.age_s - load.age_s.min()
     silence_s = np.maximum(age_s - SILENT_AFTER_S, 0.0) * SILENCE_WEIGHT
-    disturbance_s = reread_s * load.num_requests
-    total_s = wait_s + turn_s + reread_s + disturbance_s + load.answer_s + silence_s
-    return Costs(wait_s, turn_s, reread_s, disturbance_s, load.answer_s, silence_s, total_s)
+    disturbance_s = reread_s * load.num_requests + load.row_s * load.num_beside / 2.0
+    total_s = wait_s + turn_s + reread_s + disturbance_s + answer_s + silence_s
+    return Costs(wait_s, turn_s, reread_s, disturbance_s, answer_s, silence_s, total_s)

@@ -23,8 +23,9 @@ class ReplicaReport:
 
     ``sequence`` grows with every report, so that a router sees silence without comparing clocks. ``num_unread_tokens``:
     prompt tokens still to be computed before a newcomer's. ``prefill_tokens_per_s`` and ``answer_s`` (a usual answer
-    from its first to its last token, decoded beside what runs now) are measured. ``open_tags``: the calls that the
-    figures count. ``prefixes``: beginnings of prompts whose K and V are still cached, as far as the replica can tell.
+    from its first to its last token, decoded beside what runs now) are measured, as is ``answer_row_s``, what each
+    further row would add to it. ``open_tags``: the calls that the figures count. ``prefixes``: beginnings of prompts
+    whose K and V are still cached, as far as the replica can tell.
     """
 
     sequence: int
@@ -34,6 +35,7 @@ class ReplicaReport:
     num_unread_tokens: int = 0
     prefill_tokens_per_s: float | None = None
     answer_s: float | None = None
+    answer_row_s: float | None = None
     ready: bool = True
     draining: bool = False
     open_tags: frozenset[int] = frozenset()
@@ -55,6 +57,7 @@ def to_stats(report: ReplicaReport) -> dict[str, Figure]:
         "unread_tokens": report.num_unread_tokens,
         "prefill_tokens_per_s": report.prefill_tokens_per_s,
         "answer_s": report.answer_s,
+        "answer_row_s": report.answer_row_s,
         "ready": report.ready,
         "draining": report.draining,
         "open_tags": _packed("I", report.open_tags),
@@ -78,6 +81,7 @@ def from_stats(stats: Mapping[str, Figure]) -> ReplicaReport | None:
         num_unread_tokens=_count(stats, "unread_tokens"),
         prefill_tokens_per_s=_measured(stats, "prefill_tokens_per_s"),
         answer_s=_measured(stats, "answer_s"),
+        answer_row_s=_measured(stats, "answer_row_s"),
         ready=bool(stats.get("ready", True)),
         draining=bool(stats.get("draining", False)),
         open_tags=_unpacked("I", stats.get("open_tags")),

@@ -27,8 +27,9 @@ _SMOOTHING = 0.05
 class Columns:
     """One value for each row; rows that are not in use hold anything but ``exists``.
 
-    ``num_requests`` and ``num_unread_tokens`` are as reported, ``more_*`` what this router adds to them. Speeds that
-    are not measured yet are NaN.
+    ``num_requests`` and ``num_unread_tokens`` are as reported, ``more_*`` what this router adds to them. ``alone_s``
+    and ``row_s``: a usual answer that is decoded alone, and what each row beside it adds. What is not measured yet is
+    NaN.
     """
 
     exists: NDArray[np.bool_]
@@ -42,7 +43,8 @@ class Columns:
     num_requests: Floats
     num_unread_tokens: Floats
     prefill_tokens_per_s: Floats
-    answer_s: Floats
+    alone_s: Floats
+    row_s: Floats
     more_requests: Floats
     more_tokens: Floats
 
@@ -70,7 +72,8 @@ class ReplicaTable:
         self._names: list[str] = []
         self._usual_slots: float | None = None
         self._usual_speed: float | None = None
-        self._usual_answer_s: float | None = None
+        self._usual_alone_s: float | None = None
+        self._usual_row_s: float | None = None
         self.columns = Columns.of_length(_FIRST_CAPACITY)
 
     def __len__(self) -> int:
@@ -135,9 +138,14 @@ class ReplicaTable:
         columns.draining[row] = report.draining
         self._usual_slots = _smoothed(self._usual_slots, report.slots or None if report.sequence else None)
         self._usual_speed = _smoothed(self._usual_speed, report.prefill_tokens_per_s)
-        self._usual_answer_s = _smoothed(self._usual_answer_s, report.answer_s)
+        row_s = report.answer_row_s if report.answer_s else None
+        # Kept without its neighbours: what is beside it now, this router knows better than the report.
+        alone_s = report.answer_s and max(report.answer_s - (row_s or 0.0) * _num_beside(report), 0.0)
+        self._usual_alone_s = _smoothed(self._usual_alone_s, alone_s)
+        self._usual_row_s = _smoothed(self._usual_row_s, row_s)
         columns.prefill_tokens_per_s[row] = report.prefill_tokens_per_s or np.nan
-        columns.answer_s[row] = report.answer_s or np.nan
+        columns.alone_s[row] = np.nan if alone_s is None else alone_s
+        columns.row_s[row] = np.nan if alone_s is None else row_s or 0.0
         return True
 
     def correct(self, replica: str, difference: Difference) -> None:
@@ -149,16 +157,25 @@ class ReplicaTable:
     def load(self, now_s: float) -> Load:
         """Return the columns that costs are made of."""
         n, columns = self.num_rows, self.columns
+        slots = columns.slots[:n]
+        num_requests = np.maximum(columns.num_requests[:n] + columns.more_requests[:n], 0.0)
         return Load(
-            slots=columns.slots[:n],
-            num_requests=np.maximum(columns.num_requests[:n] + columns.more_requests[:n], 0.0),
+            slots=slots,
+            num_requests=num_requests,
+            num_beside=np.minimum(num_requests, slots - 1.0),
             num_unread_tokens=columns.num_unread_tokens[:n] + columns.more_tokens[:n],
             prefill_tokens_per_s=_known(
                 columns.prefill_tokens_per_s[:n], self._usual_speed or DEFAULT_PREFILL_TOKENS_PER_S
             ),
-            answer_s=_known(columns.answer_s[:n], self._usual_answer_s or DEFAULT_ANSWER_S),
+            alone_s=_known(columns.alone_s[:n], self._usual_alone_s or DEFAULT_ANSWER_S),
+            row_s=_known(columns.row_s[:n], self._usual_row_s or 0.0),
             age_s=now_s - columns.reported_s[:n],
         )
+
+
+def _num_beside(report: ReplicaReport) -> int:
+    """Rows that the report's usual answer is decoded beside."""
+    return max(0, min(report.num_running, report.slots - 1))
 
 
 def _known(values: Floats, usual: float) -> Floats:

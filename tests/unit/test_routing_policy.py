@@ -49,18 +49,21 @@ def test_the_terms_of_the_cost() -> None:
     columns = {
         "slots": np.array([4.0, 4.0]),
         "num_requests": np.array([1.0, 6.0]),
+        "num_beside": np.array([1.0, 3.0]),
         "num_unread_tokens": np.array([0.0, 2000.0]),
         "prefill_tokens_per_s": np.array([1000.0, 500.0]),
-        "answer_s": np.array([5.0, 8.0]),
+        "alone_s": np.array([5.0, 6.5]),
+        "row_s": np.array([0.0, 0.5]),
         "age_s": np.array([0.0, SILENT_AFTER_S + 1.0]),
     }
     costs = costs_of(Load(**columns), 6000, np.array([0.0, 5000.0]))
     assert costs.wait_s.tolist() == [0.0, 3 * 8.0 / 4], "six there, four slots: the third departure frees one"
     assert costs.turn_s.tolist() == [0.0, 4.0]
     assert costs.reread_s.tolist() == [6.0, 2.0]
-    assert costs.disturbance_s.tolist() == [6.0, 12.0]
+    assert costs.answer_s.tolist() == [5.0, 8.0]
+    assert costs.disturbance_s.tolist() == [6.0, 12.0 + 0.5 * 3 / 2]
     assert costs.silence_s.tolist() == [0.0, 2.0]
-    assert costs.total_s.tolist() == [17.0, 34.0]
+    assert costs.total_s.tolist() == [17.0, 34.75]
 
 
 def test_a_conversation_returns_to_where_it_is_cached() -> None:
@@ -156,6 +159,24 @@ def test_speeds_that_are_not_measured_yet_are_those_of_the_others_from_the_momen
     decision = choose(policy, now_s=1.0)
     assert {candidate.answer_s for candidate in (decision.chosen, *decision.alternatives)} == {2.0}
     assert {candidate.reread_s for candidate in (decision.chosen, *decision.alternatives)} == {2.0}
+
+
+def test_a_replica_without_figures_answers_as_fast_as_a_measured_one_that_nobody_uses() -> None:
+    policy = fleet(report(num_running=2, answer_s=8.0, answer_row_s=1.5), report(answer_s=None))
+    decision = choose(policy, cold(1))
+    assert decision.chosen.replica == "r1"
+    assert decision.chosen.answer_s == pytest.approx(5.0)
+    assert decision.alternatives[0].answer_s == pytest.approx(8.0)
+
+
+def test_calls_of_one_moment_are_spread_before_anybody_reports_again() -> None:
+    idle = report(answer_row_s=1.5)
+    for number in range(20):
+        policy = fleet(idle, idle)
+        name = random.Random(number).getrandbits(63)
+        prefix = PrefixChain((name,), (60,), name, 60)
+        chosen = [choose(policy, prefix, str(call)).chosen.replica for call in range(4)]
+        assert sorted(chosen) == ["r0", "r0", "r1", "r1"]
 
 
 def test_a_replica_that_has_not_reported_yet_counts_as_the_others() -> None:

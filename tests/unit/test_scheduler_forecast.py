@@ -19,6 +19,8 @@ def test_speeds_are_unknown_before_anything_ran_and_measured_afterwards() -> Non
     assert after.prefill_tokens_per_s > 0
     assert after.usual_answer_s is not None
     assert after.usual_answer_s > 0
+    assert after.usual_answer_row_s is not None
+    assert after.usual_answer_row_s >= 0
 
 
 def test_unread_tokens_are_those_of_all_prompts_and_are_gone_when_they_are_read() -> None:

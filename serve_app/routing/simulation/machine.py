@@ -122,6 +122,10 @@ class Machine:
         kind = self.kind
         self.num_reports += 1
         num_rows = min(len(self.decoding) + 1, kind.slots)
+        answers_s = [
+            kind.usual_output_tokens * rows / (kind.decode_tokens_per_s * kind.gain(rows))
+            for rows in (num_rows, num_rows + 1)
+        ]
         unread = sum(job.prefix.num_prompt_tokens - self.memory.num_cached_tokens(job.prefix) for job in self.waiting)
         jobs = (*self.waiting, *self.to_read, *self.decoding)
         return ReplicaReport(
@@ -131,7 +135,8 @@ class Machine:
             num_waiting=len(self.waiting),
             num_unread_tokens=int(unread + sum(job.unread for job in self.to_read)),
             prefill_tokens_per_s=kind.prefill_tokens_per_s,
-            answer_s=kind.usual_output_tokens * num_rows / (kind.decode_tokens_per_s * kind.gain(num_rows)),
+            answer_s=answers_s[0],
+            answer_row_s=answers_s[1] - answers_s[0],
             open_tags=frozenset(job.tag for job in jobs),
             prefixes=self.memory.newest(),
         )
