@@ -89,7 +89,7 @@ class SchedulerStats:
     ``num_draft_tokens`` were guessed and tried, ``num_accepted_tokens`` of them came true.
     ``num_unread_tokens``: prompt tokens to compute, of requests that wait and that run. ``prefill_tokens_per_s`` and
     ``usual_answer_s`` (an answer of the usual length, decoded beside what runs now) are learnt from measured steps;
-    ``usual_answer_row_s`` is what each further row adds to it.
+    ``usual_answer_row_s`` is what each further row adds to it, ``usual_answer_tokens`` the length.
     """
 
     slots: int
@@ -118,6 +118,7 @@ class SchedulerStats:
     prefill_tokens_per_s: float | None = None
     usual_answer_s: float | None = None
     usual_answer_row_s: float | None = None
+    usual_answer_tokens: float | None = None
     num_window_blocks_free: int = 0
     num_window_blocks_cached: int = 0
     waiting_on: Mapping[str, int] = field(default_factory=dict)

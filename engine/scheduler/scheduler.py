@@ -223,6 +223,7 @@ class Scheduler:
             prefill_tokens_per_s=prefill_tokens_per_s(self._config, self._cost),
             usual_answer_s=answer_s,
             usual_answer_row_s=answer_row_s,
+            usual_answer_tokens=self._counters.usual_output_tokens,
             waiting_on=self._waiting.count_by_reason(),
             num_admissions=self._admission.num_admissions,
             num_admission_waves=self._admission.num_waves,

@@ -44,6 +44,7 @@ class ReferenceServer:
     num_waiting: int = 0
     num_running: int = 0
     peak_running: int = 0
+    num_connections: int = 0
     url: str = ""
     _slots: asyncio.Semaphore = field(init=False)
 
@@ -59,6 +60,7 @@ class ReferenceServer:
             yield self
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_connections += 1
         try:
             while await self._request(reader, writer):
                 pass

@@ -95,6 +95,7 @@ class RouterDispatch:
                 prefill_tokens_per_s=_prefill_rate(machine.spec),
                 answer_s=answer_s,
                 answer_row_s=answer_row_s,
+                answer_tokens=replica.usual_output_tokens,
                 open_tags=frozenset(replica.open_tags),
                 prefixes=frozenset(replica.prefixes) if machine.spec.prefix_cache else frozenset(),
             )

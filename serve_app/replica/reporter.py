@@ -108,6 +108,7 @@ class Reporter:
             prefill_tokens_per_s=None if speed is None else speed / ratio,
             answer_s=scheduler.usual_answer_s,
             answer_row_s=scheduler.usual_answer_row_s,
+            answer_tokens=scheduler.usual_answer_tokens,
             ready=ready,
             draining=self.draining,
             open_tags=frozenset(record.tag for record in self._open),

@@ -24,8 +24,8 @@ class ReplicaReport:
     ``sequence`` grows with every report, so that a router sees silence without comparing clocks. ``num_unread_tokens``:
     prompt tokens still to be computed before a newcomer's. ``prefill_tokens_per_s`` and ``answer_s`` (a usual answer
     from its first to its last token, decoded beside what runs now) are measured, as is ``answer_row_s``, what each
-    further row would add to it. ``open_tags``: the calls that the figures count. ``prefixes``: beginnings of prompts
-    whose K and V are still cached, as far as the replica can tell.
+    further row would add to it; ``answer_tokens`` is its length here. ``open_tags``: the calls that the figures count.
+    ``prefixes``: beginnings of prompts whose K and V are still cached, as far as the replica can tell.
     """
 
     sequence: int
@@ -36,6 +36,7 @@ class ReplicaReport:
     prefill_tokens_per_s: float | None = None
     answer_s: float | None = None
     answer_row_s: float | None = None
+    answer_tokens: float | None = None
     ready: bool = True
     draining: bool = False
     open_tags: frozenset[int] = frozenset()
@@ -58,6 +59,7 @@ def to_stats(report: ReplicaReport) -> dict[str, Figure]:
         "prefill_tokens_per_s": report.prefill_tokens_per_s,
         "answer_s": report.answer_s,
         "answer_row_s": report.answer_row_s,
+        "answer_tokens": report.answer_tokens,
         "ready": report.ready,
         "draining": report.draining,
         "open_tags": _packed("I", report.open_tags),
@@ -82,6 +84,7 @@ def from_stats(stats: Mapping[str, Figure]) -> ReplicaReport | None:
         prefill_tokens_per_s=_measured(stats, "prefill_tokens_per_s"),
         answer_s=_measured(stats, "answer_s"),
         answer_row_s=_measured(stats, "answer_row_s"),
+        answer_tokens=_measured(stats, "answer_tokens"),
         ready=bool(stats.get("ready", True)),
         draining=bool(stats.get("draining", False)),
         open_tags=_unpacked("I", stats.get("open_tags")),

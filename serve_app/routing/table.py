@@ -27,9 +27,9 @@ _SMOOTHING = 0.05
 class Columns:
     """One value for each row; rows that are not in use hold anything but ``exists``.
 
-    ``num_requests`` and ``num_unread_tokens`` are as reported, ``more_*`` what this router adds to them. ``alone_s``
-    and ``row_s``: a usual answer that is decoded alone, and what each row beside it adds. What is not measured yet is
-    NaN.
+    ``num_requests`` and ``num_unread_tokens`` are as reported, ``more_*`` what this router adds to them. ``token_s``
+    and ``row_s``: a token of an answer that is decoded alone, and what each row beside it adds. What is not measured
+    yet is NaN.
     """
 
     exists: NDArray[np.bool_]
@@ -43,7 +43,7 @@ class Columns:
     num_requests: Floats
     num_unread_tokens: Floats
     prefill_tokens_per_s: Floats
-    alone_s: Floats
+    token_s: Floats
     row_s: Floats
     more_requests: Floats
     more_tokens: Floats
@@ -72,8 +72,9 @@ class ReplicaTable:
         self._names: list[str] = []
         self._usual_slots: float | None = None
         self._usual_speed: float | None = None
-        self._usual_alone_s: float | None = None
+        self._usual_token_s: float | None = None
         self._usual_row_s: float | None = None
+        self._usual_tokens: float | None = None
         self.columns = Columns.of_length(_FIRST_CAPACITY)
 
     def __len__(self) -> int:
@@ -138,15 +139,24 @@ class ReplicaTable:
         columns.draining[row] = report.draining
         self._usual_slots = _smoothed(self._usual_slots, report.slots or None if report.sequence else None)
         self._usual_speed = _smoothed(self._usual_speed, report.prefill_tokens_per_s)
-        row_s = report.answer_row_s if report.answer_s else None
-        # Kept without its neighbours: what is beside it now, this router knows better than the report.
-        alone_s = report.answer_s and max(report.answer_s - (row_s or 0.0) * _num_beside(report), 0.0)
-        self._usual_alone_s = _smoothed(self._usual_alone_s, alone_s)
+        self._usual_tokens = _smoothed(self._usual_tokens, report.answer_tokens)
+        token_s, row_s = self._decoding(report)
+        self._usual_token_s = _smoothed(self._usual_token_s, token_s)
         self._usual_row_s = _smoothed(self._usual_row_s, row_s)
         columns.prefill_tokens_per_s[row] = report.prefill_tokens_per_s or np.nan
-        columns.alone_s[row] = np.nan if alone_s is None else alone_s
-        columns.row_s[row] = np.nan if alone_s is None else row_s or 0.0
+        columns.token_s[row] = np.nan if token_s is None else token_s
+        columns.row_s[row] = np.nan if row_s is None else row_s
         return True
+
+    def _decoding(self, report: ReplicaReport) -> tuple[float | None, float | None]:
+        """Seconds for a token of an answer that is alone there, and those that each row beside it adds. What is beside
+        one now, this router knows better than the report."""
+        if report.answer_s is None:
+            return None, None
+        num_tokens = report.answer_tokens or self._usual_tokens or 1.0
+        row_s = report.answer_row_s or 0.0
+        num_beside = max(0, min(report.num_running, report.slots - 1))
+        return max(report.answer_s - row_s * num_beside, 0.0) / num_tokens, row_s / num_tokens
 
     def correct(self, replica: str, difference: Difference) -> None:
         """Set what is to be added to the replica's last report."""
@@ -159,6 +169,9 @@ class ReplicaTable:
         n, columns = self.num_rows, self.columns
         slots = columns.slots[:n]
         num_requests = np.maximum(columns.num_requests[:n] + columns.more_requests[:n], 0.0)
+        # An answer has the same length wherever it is given: by its own usual length a Mac that has given long ones
+        # would look slow.
+        num_tokens = self._usual_tokens or 1.0
         return Load(
             slots=slots,
             num_requests=num_requests,
@@ -167,15 +180,10 @@ class ReplicaTable:
             prefill_tokens_per_s=_known(
                 columns.prefill_tokens_per_s[:n], self._usual_speed or DEFAULT_PREFILL_TOKENS_PER_S
             ),
-            alone_s=_known(columns.alone_s[:n], self._usual_alone_s or DEFAULT_ANSWER_S),
-            row_s=_known(columns.row_s[:n], self._usual_row_s or 0.0),
+            alone_s=num_tokens * _known(columns.token_s[:n], self._usual_token_s or DEFAULT_ANSWER_S / num_tokens),
+            row_s=num_tokens * _known(columns.row_s[:n], self._usual_row_s or 0.0),
             age_s=now_s - columns.reported_s[:n],
         )
-
-
-def _num_beside(report: ReplicaReport) -> int:
-    """Rows that the report's usual answer is decoded beside."""
-    return max(0, min(report.num_running, report.slots - 1))
 
 
 def _known(values: Floats, usual: float) -> Floats:

@@ -103,6 +103,11 @@ async def test_times_are_never_earlier_than_the_server_wrote_them() -> None:
         assert len(call.timing.chunk_times_s) == NUM_TOKENS
 
 
+async def test_no_request_goes_out_on_a_connection_that_the_server_may_just_be_closing() -> None:
+    server, _ = await load(QUICK, lambda client: run_closed(client, sessions(6), 2, 60, nothing))
+    assert server.num_connections == 6
+
+
 async def test_several_tokens_in_a_chunk_count_by_usage() -> None:
     packed = replace(QUICK, tokens_per_chunk=4)
     _, result = await load(packed, lambda client: run_closed(client, sessions(2), 1, 60, nothing))

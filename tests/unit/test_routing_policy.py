@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -167,6 +168,13 @@ def test_a_replica_without_figures_answers_as_fast_as_a_measured_one_that_nobody
     assert decision.chosen.replica == "r1"
     assert decision.chosen.answer_s == pytest.approx(5.0)
     assert decision.alternatives[0].answer_s == pytest.approx(8.0)
+
+
+def test_a_replica_is_not_slow_for_the_long_answers_that_it_has_given() -> None:
+    short, long = (report(answer_s=0.05 * tokens, answer_tokens=tokens) for tokens in (40.0, 200.0))
+    decision = choose(fleet(replace(short, num_running=1), long), cold(1))
+    assert decision.chosen.replica == "r1"
+    assert decision.chosen.answer_s == pytest.approx(decision.alternatives[0].answer_s)
 
 
 def test_calls_of_one_moment_are_spread_before_anybody_reports_again() -> None:

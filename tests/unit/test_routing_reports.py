@@ -25,6 +25,7 @@ REPORT = ReplicaReport(
     prefill_tokens_per_s=412.5,
     answer_s=6.25,
     answer_row_s=0.5,
+    answer_tokens=80.5,
     ready=True,
     draining=True,
     open_tags=frozenset({1, 2**32 - 1}),

@@ -137,6 +137,7 @@ class Machine:
             prefill_tokens_per_s=kind.prefill_tokens_per_s,
             answer_s=answers_s[0],
             answer_row_s=answers_s[1] - answers_s[0],
+            answer_tokens=kind.usual_output_tokens,
             open_tags=frozenset(job.tag for job in jobs),
             prefixes=self.memory.newest(),
         )
