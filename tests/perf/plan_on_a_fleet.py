@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from tests.fleet_nodes import Fleet
-from tests.perf.busy_cores import busy_cores
 from tests.serve_endpoint import eventually
 
 REPLICA = "serve_app.replica.deployment:MetalReplica"
@@ -62,7 +61,7 @@ def main() -> None:
     parser.add_argument("--workload", default="demo-mixed")
     parser.add_argument("--profile", type=Path, help="made before; otherwise it is made here")
     options = parser.parse_args()
-    with busy_cores(), Fleet(2) as fleet:
+    with Fleet(2) as fleet:
         profile = options.profile
         if profile is None:
             deploy(fleet, 1)
