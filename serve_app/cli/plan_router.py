@@ -121,8 +121,12 @@ def _answers_s(
     """A usual answer beside what runs, and what each further row adds to it (as engine/scheduler/forecast.py)."""
     if usual_output_tokens is None:
         return None, None
-    step_s, longer_s = (decode_rows_s(spec.times, num_running + more) for more in (1, 2))
-    return usual_output_tokens * step_s, usual_output_tokens * (longer_s - step_s)
+    # The engine's cost of a row is the same for each; a curve of gains has one in the mean.
+    alone_s, now_s, full_s = (
+        decode_rows_s(spec.times, rows) for rows in (1, min(num_running + 1, spec.slots), spec.slots)
+    )
+    row_s = (full_s - alone_s) / max(1, spec.slots - 1)
+    return usual_output_tokens * now_s, usual_output_tokens * row_s
 
 
 def _prefill_rate(spec: MachineSpec) -> float:

@@ -5,8 +5,7 @@ Owns: the formulas, for all replicas at once. Must not know: where figures come 
     wait         until a slot is free: departures it takes x usual answer / slots    (as engine/scheduler/forecast.py)
     turn         reading what was there before: unread tokens / prefill speed
     reread       reading what is not cached: (prompt - cached) / prefill speed
-    disturbance  for everybody who runs or waits there: while this prompt is read they get less; one row more makes the
-                 half of a usual answer that those beside it still have before them longer
+    disturbance  the same, for everybody who runs or waits there: while this prompt is read, they get less
     answer       a usual answer beside the others that decode there: it spreads load, and prefers faster machines
     silence      grows with every second that a replica has reported less lately than others: its figures may be wrong
 
@@ -67,6 +66,6 @@ def costs_of(load: Load, num_prompt_tokens: int, num_cached_tokens: Floats) -> C
     # All of them are silent when the controller is gone: that is no reason to prefer any.
     age_s = load.age_s - load.age_s.min()
     silence_s = np.maximum(age_s - SILENT_AFTER_S, 0.0) * SILENCE_WEIGHT
-    disturbance_s = reread_s * load.num_requests + load.row_s * load.num_beside / 2.0
+    disturbance_s = reread_s * load.num_requests
     total_s = wait_s + turn_s + reread_s + disturbance_s + answer_s + silence_s
     return Costs(wait_s, turn_s, reread_s, disturbance_s, answer_s, silence_s, total_s)

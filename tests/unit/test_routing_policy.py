@@ -62,9 +62,9 @@ def test_the_terms_of_the_cost() -> None:
     assert costs.turn_s.tolist() == [0.0, 4.0]
     assert costs.reread_s.tolist() == [6.0, 2.0]
     assert costs.answer_s.tolist() == [5.0, 8.0]
-    assert costs.disturbance_s.tolist() == [6.0, 12.0 + 0.5 * 3 / 2]
+    assert costs.disturbance_s.tolist() == [6.0, 12.0]
     assert costs.silence_s.tolist() == [0.0, 2.0]
-    assert costs.total_s.tolist() == [17.0, 34.75]
+    assert costs.total_s.tolist() == [17.0, 34.0]
 
 
 def test_a_conversation_returns_to_where_it_is_cached() -> None:

@@ -122,10 +122,11 @@ class Machine:
         kind = self.kind
         self.num_reports += 1
         num_rows = min(len(self.decoding) + 1, kind.slots)
-        answers_s = [
+        # The engine's cost of a row is the same for each; a curve of gains has one in the mean.
+        alone_s, now_s, full_s = (
             kind.usual_output_tokens * rows / (kind.decode_tokens_per_s * kind.gain(rows))
-            for rows in (num_rows, num_rows + 1)
-        ]
+            for rows in (1, num_rows, kind.slots)
+        )
         unread = sum(job.prefix.num_prompt_tokens - self.memory.num_cached_tokens(job.prefix) for job in self.waiting)
         jobs = (*self.waiting, *self.to_read, *self.decoding)
         return ReplicaReport(
@@ -135,8 +136,8 @@ class Machine:
             num_waiting=len(self.waiting),
             num_unread_tokens=int(unread + sum(job.unread for job in self.to_read)),
             prefill_tokens_per_s=kind.prefill_tokens_per_s,
-            answer_s=answers_s[0],
-            answer_row_s=answers_s[1] - answers_s[0],
+            answer_s=now_s,
+            answer_row_s=(full_s - alone_s) / max(1, kind.slots - 1),
             answer_tokens=kind.usual_output_tokens,
             open_tags=frozenset(job.tag for job in jobs),
             prefixes=self.memory.newest(),
