@@ -9,7 +9,7 @@ Times come in as arguments.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 from serve_app.protocol import ChoiceDelta, Deltas, LogprobEntry, Timings, TokenText, ToolCallDelta, Usage
@@ -19,12 +19,13 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class AnswerHead:
-    """What every chunk of one answer repeats."""
+    """What every chunk of one answer repeats. ``counts_as_it_goes``: its usage is not null but what it is so far."""
 
     id: str
     model: str
     created_unix_s: int
     include_usage: bool = False
+    counts_as_it_goes: bool = False
 
 
 class AnswerShape(Protocol):
@@ -86,6 +87,21 @@ def gather(messages: Sequence[Deltas]) -> tuple[dict[int, _Choice], Usage]:
     return dict(sorted(choices.items())), usage or Usage()
 
 
+class _Counted:
+    """The usage of a stream so far; None where the prompt tokens come with the last message only (several prompts)."""
+
+    def __init__(self) -> None:
+        self._usage: Usage | None = None
+
+    def after(self, deltas: Deltas) -> Usage | None:
+        """Count one message's tokens."""
+        usage = self._usage or deltas.prompt_usage
+        if usage is not None:
+            num_more = sum(len(choice.token_ids) for choice in deltas.choices)
+            self._usage = replace(usage, num_output_tokens=usage.num_output_tokens + num_more)
+        return self._usage
+
+
 class ChatShape:
     """``chat.completion`` and ``chat.completion.chunk``."""
 
@@ -95,9 +111,12 @@ class ChatShape:
         self._head = head
         self._logprobs = logprobs
         self._started: set[int] = set()
+        self._counted = _Counted()
+        self._so_far: Usage | None = None
 
     def chunks(self, deltas: Deltas) -> Iterator[Json]:
         """Yield the chunks for one message, in order."""
+        self._so_far = self._counted.after(deltas) if self._head.counts_as_it_goes else None
         for delta in deltas.choices:
             if delta.index not in self._started:
                 self._started.add(delta.index)
@@ -132,7 +151,7 @@ class ChatShape:
     ) -> Json:
         written = self._write_logprobs(logprobs) if logprobs else None
         choice = {"index": index, "delta": delta, "logprobs": written, "finish_reason": finish_reason}
-        return _frame(self._head, "chat.completion.chunk", [choice])
+        return _frame(self._head, "chat.completion.chunk", [choice], self._so_far)
 
     def _write_logprobs(self, entries: Sequence[LogprobEntry]) -> Json | None:
         if not self._logprobs:
@@ -150,9 +169,12 @@ class CompletionShape:
         self._head = head
         self._logprobs = logprobs
         self._num_characters: dict[int, int] = {}
+        self._counted = _Counted()
+        self._so_far: Usage | None = None
 
     def chunks(self, deltas: Deltas) -> Iterator[Json]:
         """Yield the chunks for one message, in order."""
+        self._so_far = self._counted.after(deltas) if self._head.counts_as_it_goes else None
         for delta in deltas.choices:
             if delta.text or delta.logprobs or delta.finish_reason is not None:
                 yield self._chunk(delta)
@@ -182,7 +204,7 @@ class CompletionShape:
             "logprobs": self._write_logprobs(delta.logprobs, start) if delta.logprobs else None,
             "finish_reason": delta.finish_reason,
         }
-        return _frame(self._head, "text_completion", [choice])
+        return _frame(self._head, "text_completion", [choice], self._so_far)
 
     def _write_logprobs(self, entries: Sequence[LogprobEntry], start: int) -> Json | None:
         if not self._logprobs:

@@ -50,6 +50,7 @@ class StreamOptions(WireModel):
     """What else a stream carries."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: Annotated[Any, NeutralOnly("Obfuscated chunks are not supported.", False)] = None
 
 
@@ -127,6 +128,11 @@ class GenerationRequest(WireModel):
     def include_usage(self) -> bool:
         """Whether a stream ends with a chunk of token counts."""
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def counts_as_it_goes(self) -> bool:
+        """Whether every chunk of such a stream says how many tokens there are so far (vLLM's name for it)."""
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
 class ChatCompletionRequest(GenerationRequest):

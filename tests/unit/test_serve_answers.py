@@ -50,6 +50,21 @@ def test_streamed_and_whole_answers_have_the_same_texts(script: list[list[tuple[
             assert ends[-1] == "stop"
 
 
+@pytest.mark.parametrize("make", [ChatShape, CompletionShape])
+def test_a_stream_that_counts_as_it_goes_says_in_each_chunk_how_many_tokens_there_are(make: Any) -> None:
+    shape = make(AnswerHead("id-1", "m", 1_700_000_000, include_usage=True, counts_as_it_goes=True))
+    messages = [
+        Deltas((ChoiceDelta(0, "a", (1, 2)),), prompt_usage=Usage(4, 0, 1)),
+        Deltas((ChoiceDelta(0, "b", (3,)), ChoiceDelta(1, "c", (4,)))),
+        Deltas((ChoiceDelta(0, "d", (5,), finish_reason="stop"),), Usage(4, 5, 1)),
+    ]
+    counts = [
+        [(chunk["usage"]["prompt_tokens"], chunk["usage"]["completion_tokens"]) for chunk in shape.chunks(message)]
+        for message in messages
+    ]
+    assert [set(each) for each in counts] == [{(4, 2)}, {(4, 4)}, {(4, 5)}]
+
+
 def test_logprobs_of_a_chat() -> None:
     message = Deltas((ChoiceDelta(0, "He😀", (1, 2, 3), ENTRIES, "stop"),), USAGE)
     written = ChatShape(HEAD, logprobs=True).whole([message])["choices"][0]["logprobs"]
