@@ -19,8 +19,8 @@ from serve_app.routing.keys import prefix_of
 from serve_app.routing.policy import RoutingPolicy, RoutingRequest
 from serve_app.routing.report import ReplicaReport, from_stats, tag_of, to_stats
 from serve_app.routing.stream import ReplicaStream
+from tests.long.test_serve_routing_stream import ANSWER, Handle, Response
 from tests.serve_fakes import EngineFleet, said
-from tests.unit.test_serve_routing_stream import ANSWER, Handle, Response
 
 BLOCK_SIZE = 8
 

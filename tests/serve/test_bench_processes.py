@@ -24,8 +24,8 @@ from serve_app.capacity.demand import Demand, FleetLevel
 from serve_app.capacity.perf_model import RateTimes
 from serve_app.capacity.planner import MachineKind, Planner, PlanSettings
 from serve_app.cli.bench import app
+from tests.long.test_bench_verdict import document, run
 from tests.long.test_capacity_simulator import office
-from tests.unit.test_bench_verdict import document, run
 
 SERVER = """
 import http.server, signal, subprocess, sys

@@ -9,7 +9,7 @@ import pytest
 from engine.errors import InvalidParameterError
 from engine.request import Grammar
 from serve_app.ingress.openai_types import ChatCompletionRequest
-from tests.unit.test_serve_openai_types import CHAT, chat, refusal
+from tests.long.test_serve_openai_types import CHAT, chat, refusal
 
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 DEEP: dict[str, Any] = {}

@@ -13,7 +13,7 @@ from serve_app.bench.results import LoadResult
 from serve_app.bench.sweep import RateTried, Search, SweepResult, attained, sweep, sweep_table
 from serve_app.bench.workload_files import DEFAULT_WORKLOAD
 from serve_app.latency import ServiceLevel, summarize_load
-from tests.unit.test_bench_verdict import run
+from tests.long.test_bench_verdict import run
 
 
 def search_for(limit_per_s: float, start_per_s: float = 0.5, max_per_s: float = 64.0) -> SweepResult:

@@ -11,7 +11,7 @@ from serve_app.bench.errors import BenchError
 from serve_app.bench.plan import Level
 from serve_app.bench.results import CallResult
 from serve_app.latency import RequestTiming
-from tests.unit.test_bench_verdict import document, run
+from tests.long.test_bench_verdict import document, run
 
 
 def faster(call: CallResult, factor: float) -> CallResult:

@@ -14,7 +14,7 @@ from serve_app.bench.plan import Level
 from serve_app.cli.bench import app
 from serve_app.cli.bench_options import parse_levels, parse_slo
 from serve_app.latency import ServiceLevel
-from tests.unit.test_bench_verdict import document
+from tests.long.test_bench_verdict import document
 
 EXIT_FAILED, EXIT_USAGE = 1, 2
 
