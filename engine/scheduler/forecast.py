@@ -43,16 +43,18 @@ def prefill_tokens_per_s(config: SchedulerConfig, cost: StepCostModel) -> float 
     return config.max_chunk_tokens / read_s if read_s > 0 else None
 
 
-def usual_answers_s(residency: Residency, cost: StepCostModel, counters: Counters) -> tuple[float | None, float | None]:
-    """How long an answer of the usual length would be decoded, as one row more than now, and how much longer for each
-    further row; None before any was."""
+def usual_answer_s(residency: Residency, cost: StepCostModel, counters: Counters) -> float | None:
+    """How long an answer of the usual length would be decoded, as one row more than now; None before any was."""
     usual_tokens = counters.usual_output_tokens
     if usual_tokens is None or not cost.is_known:
-        return None, None
-    step_s, longer_s = (_decode_step_s(residency, cost, num_more_rows) for num_more_rows in (1, 2))
-    if step_s <= 0.0:
-        return None, None
-    return usual_tokens * step_s, usual_tokens * (longer_s - step_s)
+        return None
+    return usual_tokens * _decode_step_s(residency, cost, num_more_rows=1) or None
+
+
+def usual_answer_row_s(cost: StepCostModel, counters: Counters) -> float | None:
+    """How much longer it would be decoded for each further row; None before any was."""
+    usual_tokens = counters.usual_output_tokens
+    return None if usual_tokens is None or not cost.is_known else usual_tokens * cost.decode_row_s
 
 
 def _decode_step_s(residency: Residency, cost: StepCostModel, num_more_rows: int) -> float:

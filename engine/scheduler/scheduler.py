@@ -32,7 +32,13 @@ from engine.scheduler.admission import Admission, check_request
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.counters import Counters
 from engine.scheduler.fairness import FairShares
-from engine.scheduler.forecast import num_unread_tokens, predicted_wait_s, prefill_tokens_per_s, usual_answers_s
+from engine.scheduler.forecast import (
+    num_unread_tokens,
+    predicted_wait_s,
+    prefill_tokens_per_s,
+    usual_answer_row_s,
+    usual_answer_s,
+)
 from engine.scheduler.in_flight import InFlightSteps, LaunchedStep
 from engine.scheduler.preemption import IMMUNE_TOKENS, choose_for_blocks
 from engine.scheduler.prefill_turn import PrefillTurn
@@ -206,7 +212,6 @@ class Scheduler:
     def stats(self, now_s: float) -> SchedulerStats:
         """The moment's numbers and the totals since the start."""
         pool, windows = self._residency.kv.pool, self._residency.windows
-        answer_s, answer_row_s = usual_answers_s(self._residency, self._cost, self._counters)
         return SchedulerStats(
             slots=self._config.slots,
             num_running=self._residency.num_running,
@@ -221,8 +226,8 @@ class Scheduler:
             num_unread_tokens=num_unread_tokens(self._residency, self._waiting),
             predicted_wait_s=self._predicted_wait_s(),
             prefill_tokens_per_s=prefill_tokens_per_s(self._config, self._cost),
-            usual_answer_s=answer_s,
-            usual_answer_row_s=answer_row_s,
+            usual_answer_s=usual_answer_s(self._residency, self._cost, self._counters),
+            usual_answer_row_s=usual_answer_row_s(self._cost, self._counters),
             usual_answer_tokens=self._counters.usual_output_tokens,
             waiting_on=self._waiting.count_by_reason(),
             num_admissions=self._admission.num_admissions,

@@ -79,6 +79,11 @@ class StepCostModel:
         """Whether anything was measured yet."""
         return self._decode.num_observed + self._chunk.num_observed > 0
 
+    @property
+    def decode_row_s(self) -> float:
+        """Seconds that each further decode row adds to a step."""
+        return self._decode.coefficients[1]
+
     def observe(self, load: StepLoad, elapsed_s: float) -> None:
         """A step with this load took ``elapsed_s``."""
         if not (math.isfinite(elapsed_s) and elapsed_s > 0.0):

@@ -27,8 +27,8 @@ class Dispatch(Protocol):
         """A call came to or left machine ``index``, or it began another step."""
         ...
 
-    def answered(self, call: SimulatedCall, index: int, answer_s: float) -> None:
-        """Machine ``index`` has answered ``call``, in ``answer_s`` from its first to its last token."""
+    def answered(self, call: SimulatedCall, index: int) -> None:
+        """Machine ``index`` has answered ``call``."""
         ...
 
 
@@ -55,7 +55,7 @@ class CentralLine:
         """Note the machine's new state."""
         heapq.heappush(self._heap, _state(index, machines))
 
-    def answered(self, call: SimulatedCall, index: int, answer_s: float) -> None:
+    def answered(self, call: SimulatedCall, index: int) -> None:
         """Nothing to learn."""
 
 
@@ -77,5 +77,5 @@ class Pinned:
     def changed(self, index: int, machines: Sequence[SimulatedMachine]) -> None:
         """Nothing to learn."""
 
-    def answered(self, call: SimulatedCall, index: int, answer_s: float) -> None:
+    def answered(self, call: SimulatedCall, index: int) -> None:
         """Nothing to learn."""

@@ -173,8 +173,7 @@ class _Fleet:
     def _record(self, finished: Finished) -> None:
         call = self._open.pop(finished.call_id)
         result = _result(call, finished)
-        first_s, last_s = result.timing.chunk_times_s
-        self._dispatch.answered(call.asked, call.machine, last_s - first_s)
+        self._dispatch.answered(call.asked, call.machine)
         if call.session.index >= self._load.num_sessions * self._load.warmup_share:
             self._results.append(result)
         if call.index + 1 < len(call.session.calls):

@@ -10,12 +10,13 @@ import random
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from serve_app.capacity.machine import MachineSpec, SimulatedCall, SimulatedMachine
 from serve_app.capacity.perf_model import chunk_s, decode_rows_s
 from serve_app.protocol import PrefixChain
 from serve_app.routing.policy import RoutingPolicy, RoutingRequest
-from serve_app.routing.report import ReplicaReport, tag_of
+from serve_app.routing.report import ReplicaReport, reported_answers_s, tag_of
 
 REPORT_PERIOD_S = 1.0
 # A usual answer's length is learnt as replicas learn it.
@@ -68,7 +69,7 @@ class RouterDispatch:
     def changed(self, index: int, machines: Sequence[SimulatedMachine]) -> None:
         """Machines speak for themselves when they report."""
 
-    def answered(self, call: SimulatedCall, index: int, answer_s: float) -> None:
+    def answered(self, call: SimulatedCall, index: int) -> None:
         """The call came back to the router, and the replica has learnt how long an answer is."""
         replica = self._replicas[index]
         usual = replica.usual_output_tokens
@@ -118,15 +119,10 @@ class RouterDispatch:
 def _answers_s(
     spec: MachineSpec, num_running: int, usual_output_tokens: float | None
 ) -> tuple[float | None, float | None]:
-    """A usual answer beside what runs, and what each further row adds to it (as engine/scheduler/forecast.py)."""
+    """A usual answer beside what runs, and what each further row adds to it; nothing before the first has ended."""
     if usual_output_tokens is None:
         return None, None
-    # The engine's cost of a row is the same for each; a curve of gains has one in the mean.
-    alone_s, now_s, full_s = (
-        decode_rows_s(spec.times, rows) for rows in (1, min(num_running + 1, spec.slots), spec.slots)
-    )
-    row_s = (full_s - alone_s) / max(1, spec.slots - 1)
-    return usual_output_tokens * now_s, usual_output_tokens * row_s
+    return reported_answers_s(partial(decode_rows_s, spec.times), usual_output_tokens, num_running, spec.slots)
 
 
 def _prefill_rate(spec: MachineSpec) -> float:

@@ -88,18 +88,19 @@ def gather(messages: Sequence[Deltas]) -> tuple[dict[int, _Choice], Usage]:
 
 
 class _Counted:
-    """The usage of a stream so far; None where the prompt tokens come with the last message only (several prompts)."""
+    """``usage`` of a stream so far, if ``head`` wants it; None where the prompt tokens come with the last message only
+    (several prompts)."""
 
-    def __init__(self) -> None:
-        self._usage: Usage | None = None
+    def __init__(self, head: AnswerHead) -> None:
+        self._counts = head.counts_as_it_goes
+        self.usage: Usage | None = None
 
-    def after(self, deltas: Deltas) -> Usage | None:
+    def add(self, deltas: Deltas) -> None:
         """Count one message's tokens."""
-        usage = self._usage or deltas.prompt_usage
-        if usage is not None:
+        usage = self.usage or deltas.prompt_usage
+        if self._counts and usage is not None:
             num_more = sum(len(choice.token_ids) for choice in deltas.choices)
-            self._usage = replace(usage, num_output_tokens=usage.num_output_tokens + num_more)
-        return self._usage
+            self.usage = replace(usage, num_output_tokens=usage.num_output_tokens + num_more)
 
 
 class ChatShape:
@@ -111,12 +112,11 @@ class ChatShape:
         self._head = head
         self._logprobs = logprobs
         self._started: set[int] = set()
-        self._counted = _Counted()
-        self._so_far: Usage | None = None
+        self._counted = _Counted(head)
 
     def chunks(self, deltas: Deltas) -> Iterator[Json]:
         """Yield the chunks for one message, in order."""
-        self._so_far = self._counted.after(deltas) if self._head.counts_as_it_goes else None
+        self._counted.add(deltas)
         for delta in deltas.choices:
             if delta.index not in self._started:
                 self._started.add(delta.index)
@@ -151,7 +151,7 @@ class ChatShape:
     ) -> Json:
         written = self._write_logprobs(logprobs) if logprobs else None
         choice = {"index": index, "delta": delta, "logprobs": written, "finish_reason": finish_reason}
-        return _frame(self._head, "chat.completion.chunk", [choice], self._so_far)
+        return _frame(self._head, "chat.completion.chunk", [choice], self._counted.usage)
 
     def _write_logprobs(self, entries: Sequence[LogprobEntry]) -> Json | None:
         if not self._logprobs:
@@ -169,12 +169,11 @@ class CompletionShape:
         self._head = head
         self._logprobs = logprobs
         self._num_characters: dict[int, int] = {}
-        self._counted = _Counted()
-        self._so_far: Usage | None = None
+        self._counted = _Counted(head)
 
     def chunks(self, deltas: Deltas) -> Iterator[Json]:
         """Yield the chunks for one message, in order."""
-        self._so_far = self._counted.after(deltas) if self._head.counts_as_it_goes else None
+        self._counted.add(deltas)
         for delta in deltas.choices:
             if delta.text or delta.logprobs or delta.finish_reason is not None:
                 yield self._chunk(delta)
@@ -204,7 +203,7 @@ class CompletionShape:
             "logprobs": self._write_logprobs(delta.logprobs, start) if delta.logprobs else None,
             "finish_reason": delta.finish_reason,
         }
-        return _frame(self._head, "text_completion", [choice], self._so_far)
+        return _frame(self._head, "text_completion", [choice], self._counted.usage)
 
     def _write_logprobs(self, entries: Sequence[LogprobEntry], start: int) -> Json | None:
         if not self._logprobs:

@@ -103,8 +103,7 @@ def add_anthropic_routes(app: FastAPI, generation: Generation) -> None:
 
 def _head(body: GenerationRequest, call: GenerateCall) -> AnswerHead:
     include_usage = bool(body.stream) and body.include_usage
-    counts_as_it_goes = include_usage and body.counts_as_it_goes
-    return AnswerHead(call.request_id, call.model, int(time.time()), include_usage, counts_as_it_goes)
+    return AnswerHead(call.request_id, call.model, int(time.time()), include_usage, body.counts_as_it_goes)
 
 
 def _plain_head(call: GenerateCall) -> AnswerHead:

@@ -131,8 +131,8 @@ class GenerationRequest(WireModel):
 
     @property
     def counts_as_it_goes(self) -> bool:
-        """Whether every chunk of such a stream says how many tokens there are so far (vLLM's name for it)."""
-        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+        """Whether every chunk of a stream with usage says how many tokens there are so far (vLLM's name for it)."""
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
 class ChatCompletionRequest(GenerationRequest):

@@ -29,13 +29,11 @@ SILENCE_WEIGHT = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The replicas as columns. ``num_requests``: in slots and waiting; ``num_beside``: that an answer would be decoded
-    beside. ``alone_s``: a usual answer decoded alone, ``row_s``: what each row beside it adds. ``age_s``: since the
-    last report."""
+    """The replicas as columns. ``num_requests``: in slots and waiting. ``alone_s``: a usual answer decoded alone,
+    ``row_s``: what each row beside it adds. ``age_s``: since the last report."""
 
     slots: Floats
     num_requests: Floats
-    num_beside: Floats
     num_unread_tokens: Floats
     prefill_tokens_per_s: Floats
     alone_s: Floats
@@ -59,7 +57,7 @@ class Costs:
 def costs_of(load: Load, num_prompt_tokens: int, num_cached_tokens: Floats) -> Costs:
     """Return what a prompt of that length costs at each replica, of which it has ``num_cached_tokens``."""
     departures = np.maximum(load.num_requests + 1.0 - load.slots, 0.0)
-    answer_s = load.alone_s + load.row_s * load.num_beside
+    answer_s = load.alone_s + load.row_s * np.minimum(load.num_requests, load.slots - 1.0)
     wait_s = departures * answer_s / load.slots
     turn_s = load.num_unread_tokens / load.prefill_tokens_per_s
     reread_s = np.maximum(num_prompt_tokens - num_cached_tokens, 0.0) / load.prefill_tokens_per_s

@@ -8,7 +8,7 @@ every report for every router.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -41,6 +41,17 @@ class ReplicaReport:
     draining: bool = False
     open_tags: frozenset[int] = frozenset()
     prefixes: frozenset[int] = frozenset()
+
+
+def reported_answers_s(
+    step_s: Callable[[int], float], num_tokens: float, num_running: int, slots: int
+) -> tuple[float, float]:
+    """``answer_s`` and ``answer_row_s`` of a simulated replica whose decode steps of n rows take ``step_s(n)``.
+
+    The engine's cost of a row is the same for each; a curve has one in the mean.
+    """
+    row_s = (step_s(slots) - step_s(1)) / max(1, slots - 1)
+    return num_tokens * step_s(min(num_running + 1, slots)), num_tokens * row_s
 
 
 def tag_of(request_id: str) -> int:

@@ -167,15 +167,12 @@ class ReplicaTable:
     def load(self, now_s: float) -> Load:
         """Return the columns that costs are made of."""
         n, columns = self.num_rows, self.columns
-        slots = columns.slots[:n]
-        num_requests = np.maximum(columns.num_requests[:n] + columns.more_requests[:n], 0.0)
         # An answer has the same length wherever it is given: by its own usual length a Mac that has given long ones
         # would look slow.
         num_tokens = self._usual_tokens or 1.0
         return Load(
-            slots=slots,
-            num_requests=num_requests,
-            num_beside=np.minimum(num_requests, slots - 1.0),
+            slots=columns.slots[:n],
+            num_requests=np.maximum(columns.num_requests[:n] + columns.more_requests[:n], 0.0),
             num_unread_tokens=columns.num_unread_tokens[:n] + columns.more_tokens[:n],
             prefill_tokens_per_s=_known(
                 columns.prefill_tokens_per_s[:n], self._usual_speed or DEFAULT_PREFILL_TOKENS_PER_S

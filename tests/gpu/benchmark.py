@@ -19,20 +19,19 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
-from engine.batch import BatchRow, StepBatch
 from engine.mlx_backend.gpu_runner import GpuModelRunner
 from engine.mlx_backend.kernels.launch import gpu_factory, gpu_target
 from engine.mlx_backend.kernels.tiling import TUNINGS
 from engine.mlx_backend.loaded_model import LoadedModel
 from engine.request import SamplingParams
 from tests.gpu.llama_shape import load
-from tests.gpu.serving import GREEDY, HostTimes, Run, Work, at, batch_generator, serve
+from tests.gpu.serving import HostTimes, Run, Work, at, batch_generator, decode_batches, serve, steps_ms
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 36_864
 NUM_BLOCKS = 3000
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, ignore_eos=True)
-STALL_SHARES = (1.9,)  # of the gap without a newcomer
+STALL_SHARE = 1.9  # of the gap without a newcomer
 FLOOR_BYTES_PER_S = 4.3e12  # a large device-to-device copy on an H200
 _started_s = time.perf_counter()
 
@@ -203,26 +202,23 @@ def newcomer(bench: Bench) -> None:
     streams = [Work(prompt(draw, 512), 600) for _ in range(8)]
     newcomer = Work(prompt(draw, 16_384), 2)
     p50_s = at(bench.serve(streams, slots=32).gaps_s(), 0.5)
-    idle_rates = []
+    idle_rates, busy_rates, p90s, p99s = [], [], [], []
     for _ in range(bench.pairs + 1):
         idle = bench.serve([newcomer], slots=32)
         idle_rates.append(len(newcomer.prompt) / (idle.token_times_s[0][0] - idle.started_s))
-    say(f"newcomer: p50 without it {p50_s * 1e3:.1f} ms; on an idle machine {spread(idle_rates[1:])} tok/s")
-    for share in STALL_SHARES:
-        busy_rates, p90s, p99s = [], [], []
-        for _ in range(bench.pairs + 1):
-            arrival = _Arrival(index=8, after_tokens=100)
-            busy = bench.serve([*streams, newcomer], slots=32, target_stall_s=p50_s * share, start=arrival)
-            first_s = busy.token_times_s[8][0]
-            gaps = busy.gaps_s(arrival.at_s, first_s, requests=range(8))
-            busy_rates.append(len(newcomer.prompt) / (first_s - arrival.at_s))
-            p90s.append(at(gaps, 0.9) / p50_s)
-            p99s.append(at(gaps, 0.99) / p50_s)
-        part = statistics.median(busy_rates[1:]) / statistics.median(idle_rates[1:])
-        say(
-            f"newcomer, stall target {share} times p50: gaps p90 {spread(p90s[1:], 2)}, p99 {spread(p99s[1:], 2)}; "
-            f"its prefill {spread(busy_rates[1:])} tok/s: {part:.0%} of idle"
-        )
+        arrival = _Arrival(index=8, after_tokens=100)
+        busy = bench.serve([*streams, newcomer], slots=32, target_stall_s=p50_s * STALL_SHARE, start=arrival)
+        first_s = busy.token_times_s[8][0]
+        gaps = busy.gaps_s(arrival.at_s, first_s, requests=range(8))
+        busy_rates.append(len(newcomer.prompt) / (first_s - arrival.at_s))
+        p90s.append(at(gaps, 0.9) / p50_s)
+        p99s.append(at(gaps, 0.99) / p50_s)
+    share = statistics.median(busy_rates[1:]) / statistics.median(idle_rates[1:])
+    say(
+        f"newcomer: p50 without it {p50_s * 1e3:.1f} ms, gaps with it p90 {spread(p90s[1:], 2)}, p99 "
+        f"{spread(p99s[1:], 2)} times that; its prefill {spread(busy_rates[1:])} tok/s, on an idle machine "
+        f"{spread(idle_rates[1:])}: {share:.0%}"
+    )
 
 
 class _Arrival:
@@ -264,28 +260,10 @@ def long_context(bench: Bench) -> None:
 
 
 def _decode_ms(runner: GpuModelRunner, rows: int, context: int, blocks_per_row: int, num: int = 24) -> float:
-    """Steps on a pool whose contents do not matter, launched with one in flight."""
-    tables = [list(range(i * blocks_per_row, (i + 1) * blocks_per_row)) for i in range(rows)]
-    known: list[int] = [5] * context
-
-    def batch(step: int) -> StepBatch:
-        return StepBatch(
-            step,
-            tuple(
-                BatchRow(str(i), i, context - 1 + step, 1, known, tables[i], 1, GREEDY, 0, True, step)
-                for i in range(rows)
-            ),
-        )
-
-    pending = runner.launch(batch(0))
-    pending.result()
-    started_s, pending = time.perf_counter(), runner.launch(batch(1))
-    for step in range(2, num + 1):
-        following = runner.launch(batch(step))
-        pending.result()
-        pending = following
-    pending.result()
-    return (time.perf_counter() - started_s) / num * 1e3
+    """Steps on a pool whose contents do not matter."""
+    batches = decode_batches(rows, context, blocks_per_row)
+    runner.launch(batches(0)).result()
+    return statistics.mean(steps_ms(runner, batches, 1, num))
 
 
 def _aligned_caches(loaded: LoadedModel, rows: int, context: int) -> list[KVCache]:

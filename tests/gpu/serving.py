@@ -10,11 +10,13 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator
 
+from engine.batch import BatchRow, StepBatch
 from engine.core.engine_core import EngineCore
 from engine.interfaces import ModelRunner
 from engine.request import EngineRequest, SamplingParams, TokenOutput
 from engine.scheduler.scheduler import Scheduler, SchedulerConfig
 
+Batches = Callable[[int], StepBatch]
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
 
@@ -158,6 +160,36 @@ def _take(run: Run, outputs: Sequence[TokenOutput], now_s: float) -> None:
 
 def _fields(sampling: SamplingParams) -> dict[str, Any]:
     return {name: getattr(sampling, name) for name in SamplingParams.__dataclass_fields__}
+
+
+def decode_batches(rows: int, context: int, blocks_per_row: int) -> Batches:
+    """Steps of ``rows`` rows, by number; the first one's rows have ``context`` positions."""
+    tables = [list(range(i * blocks_per_row, (i + 1) * blocks_per_row)) for i in range(rows)]
+    known: list[int] = [5] * context
+
+    def batch(step: int) -> StepBatch:
+        return StepBatch(
+            step,
+            tuple(
+                BatchRow(str(i), i, context - 1 + step, 1, known, tables[i], 1, GREEDY, 0, True, step)
+                for i in range(rows)
+            ),
+        )
+
+    return batch
+
+
+def steps_ms(runner: ModelRunner, batches: Batches, first: int, num: int) -> list[float]:
+    """Milliseconds between ``num`` steps from number ``first`` on, with one in flight."""
+    durations_ms, pending = [], runner.launch(batches(first))
+    for step in range(first + 1, first + num):
+        started_s = time.perf_counter()
+        following = runner.launch(batches(step))
+        pending.result()
+        pending = following
+        durations_ms.append((time.perf_counter() - started_s) * 1e3)
+    pending.result()
+    return durations_ms
 
 
 def batch_generator(

@@ -7,36 +7,25 @@ then eight rows with a chunk of a prompt. For each the wall time, then (recorded
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from engine.batch import BatchRow, StepBatch
 from engine.mlx_backend.gpu_runner import GpuModelRunner
 from engine.mlx_backend.row_products import RowProducts
 from tests.gpu.benchmark import Bench, say, spread
 from tests.gpu.kernel_times import busy_ms, by_name, record
-from tests.gpu.serving import GREEDY
+from tests.gpu.serving import GREEDY, Batches, decode_batches, steps_ms
 
 _CONTEXT = 544
+_BLOCKS_PER_ROW = 64
 _STEPS = 24
 _PROFILED_STEPS = 6
 _CHUNK_START = 8192
 
-Batches = Callable[[int], StepBatch]
-
-
-def decode_batches(rows: int) -> Batches:
-    """Steps of ``rows`` rows that have some 550 positions."""
-    tables = _tables(rows)
-    known: list[int] = [5] * _CONTEXT
-    return lambda step: StepBatch(
-        step, tuple(_row(i, _CONTEXT - 1 + step, known, tables[i], step) for i in range(rows))
-    )
-
 
 def mixed_batches(rows: int, num_tokens: int) -> Batches:
-    """The same with a chunk of ``num_tokens`` of a long prompt."""
-    decoding, start = decode_batches(rows), rows * 64
+    """Decode steps with a chunk of ``num_tokens`` of a long prompt."""
+    decoding, start = decode_batches(rows, _CONTEXT, _BLOCKS_PER_ROW), rows * _BLOCKS_PER_ROW
     table = list(range(start, start + 1400))
     prompt: list[int] = [7] * 20_000
 
@@ -46,27 +35,6 @@ def mixed_batches(rows: int, num_tokens: int) -> Batches:
         return StepBatch(step, (*decoding(step).rows, chunk))
 
     return batch
-
-
-def _tables(rows: int) -> list[list[int]]:
-    return [list(range(i * 64, i * 64 + 64)) for i in range(rows)]
-
-
-def _row(index: int, position: int, known: list[int], table: list[int], step: int) -> BatchRow:
-    return BatchRow(str(index), index, position, 1, known, table, 1, GREEDY, 0, True, step)
-
-
-def steps_ms(runner: GpuModelRunner, batches: Batches, first: int, num: int) -> list[float]:
-    """Milliseconds of each of ``num`` steps, one in flight."""
-    durations_ms, pending = [], runner.launch(batches(first))
-    for step in range(first + 1, first + num):
-        started_s = time.perf_counter()
-        following = runner.launch(batches(step))
-        pending.result()
-        pending = following
-        durations_ms.append((time.perf_counter() - started_s) * 1e3)
-    pending.result()
-    return durations_ms
 
 
 def wall(runner: GpuModelRunner, label: str, batches: Batches) -> None:
@@ -113,7 +81,7 @@ def main() -> None:
     bench = Bench(pairs=1)
     assert bench.runner._model is not None
     products = bench.runner._model.products
-    cases = [(f"{rows} rows", rows, decode_batches(rows)) for rows in options.rows]
+    cases = [(f"{rows} rows", rows, decode_batches(rows, _CONTEXT, _BLOCKS_PER_ROW)) for rows in options.rows]
     cases += [(f"8 rows + {num} at {_CHUNK_START}", 8 + num, mixed_batches(8, num)) for num in options.chunks]
     for label, num_rows, batches in cases:
         for name, chosen in each_use(products, num_rows):

@@ -16,8 +16,8 @@ def test_splits_leave_little_of_the_last_round_idle() -> None:
 
 
 def test_chunks_of_few_tokens_are_split_until_the_chip_is_full() -> None:
-    splits = {n: num_chunk_splits(LLAMA, n, 16_384, TUNINGS["cuda"]) for n in (512, 256, 128, 64)}
-    assert splits == {512: 1, 256: 2, 128: 4, 64: 8}
+    splits = {n: num_chunk_splits(LLAMA, n, 16_384, TUNINGS["cuda"]) for n in (512, 256, 128, 64, 16)}
+    assert splits == {512: 1, 256: 2, 128: 4, 64: 8, 16: 8}
 
 
 def test_contexts_are_not_split_further_than_they_reach() -> None:

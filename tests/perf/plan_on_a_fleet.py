@@ -13,8 +13,10 @@ import json
 import sys
 import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+from serve_app.bench.document import RunDocument, read_document
 from tests.fleet_nodes import Fleet
 from tests.serve_endpoint import eventually
 
@@ -40,7 +42,22 @@ def command(fleet: Fleet, *arguments: str) -> str:
     return done.stdout
 
 
-def measure(fleet: Fleet, profile: Path, rate: str, sessions: int, workload: str) -> list[dict[str, Any]]:
+def token_times_ms(document: RunDocument) -> dict[str, float]:
+    """Median time per output token of the calls that had the fleet to themselves, and of those beside others."""
+    timings = [call.timing for run in document.runs for call in run.result.calls if call.timing is not None]
+    found: dict[str, list[float]] = {"alone": [], "beside others": []}
+    for timing in timings:
+        others = (other for other in timings if other is not timing)
+        is_beside = any(
+            other.sent_s < timing.sent_s + timing.e2e_s and timing.sent_s < other.sent_s + other.e2e_s
+            for other in others
+        )
+        if timing.tpot_s is not None:
+            found["beside others" if is_beside else "alone"].append(timing.tpot_s * 1e3)
+    return {name: round(median(each_ms), 1) for name, each_ms in found.items() if each_ms}
+
+
+def measure(fleet: Fleet, profile: Path, rate: str, sessions: int, workload: str) -> dict[str, Any]:
     """Put one load on the fleet; returns prediction and measurement of it."""
     out = OUT / f"rate-{rate}-{time.strftime('%H%M%S')}"
     load = ["--workload", workload, "--rate", rate, "--sessions", str(sessions), "--tokenizer", "demo"]
@@ -49,8 +66,7 @@ def measure(fleet: Fleet, profile: Path, rate: str, sessions: int, workload: str
     checked = command(
         fleet, "plan", "check", str(recorded), "--profile", str(profile), "--macs", "2", "--slots", str(SLOTS), "--json"
     )
-    found: list[dict[str, Any]] = json.loads(checked)
-    return found
+    return {"figures": json.loads(checked), "token_ms": token_times_ms(read_document(recorded))}
 
 
 def main() -> None:
@@ -71,7 +87,7 @@ def main() -> None:
         deploy(fleet, 2)
         for rate in options.rates.split(","):
             compared = measure(fleet, profile, rate, options.sessions, options.workload)
-            print(json.dumps({"rate": rate, "figures": compared}), flush=True)
+            print(json.dumps({"rate": rate, **compared}), flush=True)
 
 
 if __name__ == "__main__":

@@ -50,7 +50,6 @@ def test_the_terms_of_the_cost() -> None:
     columns = {
         "slots": np.array([4.0, 4.0]),
         "num_requests": np.array([1.0, 6.0]),
-        "num_beside": np.array([1.0, 3.0]),
         "num_unread_tokens": np.array([0.0, 2000.0]),
         "prefill_tokens_per_s": np.array([1000.0, 500.0]),
         "alone_s": np.array([5.0, 6.5]),

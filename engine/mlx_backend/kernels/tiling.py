@@ -237,16 +237,18 @@ def num_chunk_splits(geometry: Geometry, num_rows: int, max_positions: int, tuni
     Threadgroups run in rounds that fill the chip; a split more makes each shorter, and may leave less of the chip idle
     in the last round. Each also costs a partial result.
     """
+    if not tuning.chunk_groups:
+        return 1
     if geometry.window:
         max_positions = min(max_positions, geometry.window + num_rows)
-    most = min(-(-max_positions // LEAST_CHUNK_SPAN), _MAX_CHUNK_SPLITS) if tuning.chunk_groups else 1
+    most = min(-(-max_positions // LEAST_CHUNK_SPAN), _MAX_CHUNK_SPLITS)
     groups = num_chunk_groups(geometry, num_rows, tuning) * geometry.num_kv_heads
 
     def cost(splits: int) -> float:
-        rounds = -(-groups * splits // max(1, tuning.chunk_groups))
+        rounds = -(-groups * splits // tuning.chunk_groups)
         return rounds / splits + _COST_OF_A_CHUNK_SPLIT * splits
 
-    return min(range(1, max(1, most) + 1), key=cost)
+    return min(range(1, most + 1), key=cost)
 
 
 def attends_chunks(geometry: Geometry, number_bytes: int) -> bool:

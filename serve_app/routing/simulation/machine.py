@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from serve_app.protocol import PrefixChain
 from serve_app.routing.prefix_memory import PrefixMemory
-from serve_app.routing.report import ReplicaReport, tag_of
+from serve_app.routing.report import ReplicaReport, reported_answers_s, tag_of
 
 PREFILL_SHARE = 2 / 3
 # Tokens: after days of virtual time a double of seconds is exact to a ten-thousandth of a token.
@@ -35,6 +35,10 @@ class MachineKind:
     def gain(self, num_rows: int) -> float:
         """How much faster ``num_rows`` decodes are together."""
         return self.gains[min(num_rows, len(self.gains) - 1)]
+
+    def step_s(self, num_rows: int) -> float:
+        """Seconds in which each of ``num_rows`` decodes is a token further."""
+        return num_rows / (self.decode_tokens_per_s * self.gain(num_rows))
 
 
 @dataclass(slots=True)
@@ -121,11 +125,8 @@ class Machine:
         """What the Mac's replica would say of itself now."""
         kind = self.kind
         self.num_reports += 1
-        num_rows = min(len(self.decoding) + 1, kind.slots)
-        # The engine's cost of a row is the same for each; a curve of gains has one in the mean.
-        alone_s, now_s, full_s = (
-            kind.usual_output_tokens * rows / (kind.decode_tokens_per_s * kind.gain(rows))
-            for rows in (1, num_rows, kind.slots)
+        answer_s, answer_row_s = reported_answers_s(
+            kind.step_s, kind.usual_output_tokens, len(self.decoding), kind.slots
         )
         unread = sum(job.prefix.num_prompt_tokens - self.memory.num_cached_tokens(job.prefix) for job in self.waiting)
         jobs = (*self.waiting, *self.to_read, *self.decoding)
@@ -136,8 +137,8 @@ class Machine:
             num_waiting=len(self.waiting),
             num_unread_tokens=int(unread + sum(job.unread for job in self.to_read)),
             prefill_tokens_per_s=kind.prefill_tokens_per_s,
-            answer_s=now_s,
-            answer_row_s=(full_s - alone_s) / max(1, kind.slots - 1),
+            answer_s=answer_s,
+            answer_row_s=answer_row_s,
             answer_tokens=kind.usual_output_tokens,
             open_tags=frozenset(job.tag for job in jobs),
             prefixes=self.memory.newest(),
